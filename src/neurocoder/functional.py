@@ -1,0 +1,193 @@
+"""Every equation of the Neurocoder paper, once, as a pure function of tensors.
+
+Shapes (a name's suffix spells them; rows come last, so that every reduction runs over whole vectors):
+    N rows (inputs, or sequences that share a program), I in, O out, P slots, K key, C control features,
+    M the three memories in the order left, right, values (U, V, S in the paper),
+    J steps, H heads, R = J * H components in step-major order: n = j * H + h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+TINY = 1e-24  # the square of the norm below which a query counts as zero
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the paper leaves open, or states and its authors' code does otherwise. Defaults follow the paper.
+
+    Attributes:
+        first_step: what the empty usage of the first step gives. "zero": no least-used attention (Eq. 13 read
+            literally); "first-slots": the first `least_used` slots get 1.
+        usage: which attentions count as use of a slot. "head": those of the same head (Eq. 12); "all": every head's.
+        least_used: the attention a least-used slot gets. "max": max(m) - m (Eq. 13); "one": 1 - m.
+        content: content attention where it is gated. "softmax": as it is (Eq. 14); "peak": divided by its maximum.
+        gate: the interpolation gates. "input": one a slot and memory, linear in the control, shared by heads and
+            steps; "state": one a slot, memory, head and step, linear in the controller's state (Eq. 9, 14).
+        order: "descending": sigma_n sums the terms n to R (Eq. 8); "first": sigma_n sums the first R - n + 1 terms;
+            "ascending": sigma_n sums the first n terms.
+        integration: where the residual gate comes from. "linear": a map of its own of the control (Eq. 15);
+            "lstm": the last unit of the recurrent controller.
+        initial_state: of the recurrent controller: "zero" (Eq. 9) or "learned".
+        free_keys: memories whose keys are free parameters instead of a network of the slot (Eq. 10).
+        key_columns: left and right slots carry key columns that only the orthogonal loss sees.
+        initialisation: "calibrated" (docs/paper.md) or "xavier", as the authors do.
+    """
+
+    first_step: Literal["zero", "first-slots"] = "zero"
+    usage: Literal["head", "all"] = "head"
+    least_used: Literal["max", "one"] = "max"
+    content: Literal["softmax", "peak"] = "softmax"
+    gate: Literal["input", "state"] = "input"
+    order: Literal["descending", "first", "ascending"] = "descending"
+    integration: Literal["linear", "lstm"] = "linear"
+    initial_state: Literal["zero", "learned"] = "zero"
+    free_keys: tuple[str, ...] = ()
+    key_columns: bool = False
+    initialisation: Literal["calibrated", "xavier"] = "calibrated"
+
+    @classmethod
+    def authors(cls, steps: int) -> Rules:
+        """The choices of the authors' published code, all together (docs/paper.md)."""
+        several = steps > 1
+        return cls(
+            first_step="first-slots",
+            usage="all",
+            least_used="one",
+            content="peak",
+            order="first" if several else "ascending",
+            integration="lstm" if several else "linear",
+            initial_state="learned",
+            free_keys=("values",),
+            key_columns=True,
+            initialisation="xavier",
+        )
+
+
+def sharpened(key_MPK: Tensor, sharpness: float) -> Tensor:
+    """Keys of length `sharpness`: a unit query's product with one is its sharpened cosine."""
+    return F.normalize(key_MPK, dim=-1) * sharpness
+
+
+def score(query_MKRN: Tensor, key_MPK: Tensor) -> Tensor:
+    """Product of every unit query with every (sharpened) key, the inside of Eq. 11: (M, P, R, N)."""
+    squared_MRN = query_MKRN.square().sum(1, keepdim=True)
+    unit_MKRN = query_MKRN * squared_MRN.clamp_min(TINY).rsqrt()
+    return torch.bmm(key_MPK, unit_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
+
+
+def attend(
+    score_MPRN: Tensor, gate: Tensor | None, heads: int, least_used: int, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to the left, right and value memories (Eq. 11 to 14), each (P, R, N).
+
+    Without a gate this is the content attention alone. With one, (M, P, 1, N) or (M, P, R, N), each step mixes
+    content attention with attention to the slots that the earlier steps used least.
+    """
+    content_MPRN = score_MPRN.softmax(1)
+    if gate is None:
+        left, right, values = content_MPRN.unbind(0)
+        return left, right, values
+    if rules.content == "peak":
+        content_MPRN = content_MPRN / content_MPRN.amax(1, keepdim=True)
+    open_ = gate.sigmoid().expand_as(content_MPRN)
+    least, usage, attention = _first_least(content_MPRN[:, :, :heads], least_used, rules), None, []
+    for c, g in zip(content_MPRN.split(heads, 2), open_.split(heads, 2), strict=True):
+        if usage is not None:
+            least = least_used_attention(usage, least_used, rules)
+        w = c * g if least is None else torch.lerp(least, c, g)
+        used = w if rules.usage == "head" else w.amax(2, keepdim=True).expand_as(w)
+        usage = used if usage is None else torch.maximum(usage, used)
+        attention.append(w)
+    left, right, values = torch.cat(attention, 2).unbind(0)
+    return left, right, values
+
+
+def least_used_attention(usage_MPHN: Tensor, least_used: int, rules: Rules) -> Tensor:
+    """Eq. 13: attention to the `least_used` slots of the smallest usage, zero elsewhere."""
+    threshold = usage_MPHN.detach().topk(least_used, dim=1, largest=False, sorted=False).values.amax(1, keepdim=True)
+    top = usage_MPHN.amax(1, keepdim=True) if rules.least_used == "max" else 1.0
+    return (top - usage_MPHN) * (usage_MPHN <= threshold)
+
+
+def _first_least(like_MPHN: Tensor, least_used: int, rules: Rules) -> Tensor | None:
+    if rules.first_step == "zero":
+        return None
+    slot = torch.arange(like_MPHN.shape[1], device=like_MPHN.device)
+    return (slot < least_used).to(like_MPHN.dtype)[None, :, None, None].expand_as(like_MPHN)
+
+
+def singular_values(
+    values_P: Tensor, attention_PRN: Tensor, order: str = "descending", shift_RN: Tensor | float = 0.0
+) -> Tensor:
+    """Eq. 8: positive singular values (R, N), strictly decreasing unless `order` says otherwise."""
+    terms_RN = F.softplus((values_P @ attention_PRN.flatten(1)).unflatten(0, attention_PRN.shape[1:]) + shift_RN)
+    if order == "descending":
+        return terms_RN.flip(0).cumsum(0).flip(0)
+    sums_RN = terms_RN.cumsum(0)
+    return sums_RN.flip(0) if order == "first" else sums_RN
+
+
+def transform(read_PN: Tensor, left_PRN: Tensor, sigma_RN: Tensor, right_PRN: Tensor) -> Tensor:
+    """The composed program between the two memories, one program a row: (P, N) to (P, N).
+
+    With read = M_U x, the product M_V^T transform(read) is x P_t of Eq. 3 to 7, and no P_t is ever formed.
+    """
+    part_RN = (read_PN[:, None] * left_PRN).sum(0) * sigma_RN
+    return (part_RN * right_PRN).sum(1)
+
+
+def compose_rows(
+    query_MKRN: Tensor,
+    key_MPK: Tensor,
+    gate: Tensor | None,
+    read_PN: Tensor,
+    values_P: Tensor,
+    heads: int,
+    least_used: int,
+    sharpness: float,
+    rules: Rules,
+) -> tuple[Tensor, Tensor]:
+    """From queries to the transformed read (P, N) and the singular values (R, N), one program a row.
+
+    Keys have the length `sharpness` (see `sharpened`).
+    """
+    left, right, values = attend(score(query_MKRN, key_MPK), gate, heads, least_used, rules)
+    sigma_RN = singular_values(values_P, values, rules.order)
+    return transform(read_PN, left, sigma_RN, right), sigma_RN
+
+
+def coordinates(left_PRN: Tensor, sigma_RN: Tensor, right_PRN: Tensor) -> Tensor:
+    """The composed program in the coordinates of the memories: (N, P, P), with P_t = M_U^T coordinates M_V."""
+    return torch.bmm(left_PRN.permute(2, 0, 1) * sigma_RN.t()[:, None], right_PRN.permute(2, 1, 0))
+
+
+def lstm(signal_XN: Tensor, recurrent_XU: Tensor | None, steps: int, start_2UN: Tensor | None = None) -> Tensor:
+    """The states (U, J, N) of an LSTM (Eq. 9) that sees the same input at each of J steps; X = 4U.
+
+    The signal's rows are the input, forget and output gates, then the candidate. Since the input does not change, its
+    signal is computed once. The LSTM starts at zero, or at the state and cell in `start_2UN`.
+    """
+    units, states = len(signal_XN) // 4, []
+    state, cell = (None, None) if start_2UN is None else start_2UN
+    for _ in range(steps):
+        total = signal_XN if state is None else torch.addmm(signal_XN, recurrent_XU, state)
+        i, f, o = total[: 3 * units].sigmoid().chunk(3)
+        fresh = i * total[3 * units :].tanh()
+        cell = fresh if cell is None else torch.addcmul(fresh, f, cell)
+        state = o * cell.tanh()
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def orthogonality_loss(bank_PI: Tensor) -> Tensor:
+    """One term of Eq. 5, the Frobenius norm of M M^T - I; it cannot vanish where slots outnumber columns."""
+    gram_PP = bank_PI @ bank_PI.t()
+    return torch.linalg.matrix_norm(gram_PP - torch.eye(len(gram_PP), device=gram_PP.device, dtype=gram_PP.dtype))

@@ -1,0 +1,236 @@
+"""Program-memory layers: drop-in replacements for `nn.Linear` and `nn.Conv2d`.
+
+Shapes: see `neurocoder.functional`; Y rows of x, of which X share each of the N programs; G groups of a convolution.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.utils import _pair
+
+from neurocoder import fused
+from neurocoder.functional import Rules
+from neurocoder.memory import ProgramMemory
+from neurocoder.program import ProgramLayer
+
+
+class Linear(ProgramLayer):
+    """y_t = x_t W_t + b with W_t = sum_n sigma_tn u_tn v_tn^T [+ w^r_t sigma_tr R], composed for each x_t (Eq. 3, 15).
+
+    Args:
+        in_features, out_features, bias: as in `nn.Linear`.
+        slots: singular programs in memory (P in the paper).
+        heads: components retrieved in parallel (H).
+        steps: recurrent attention steps (J). A program has steps * heads components.
+        key_dim: length of a key (K).
+        least_used: how many slots usage-based attention considers (l_I). It acts from the second step on, since usage
+            is empty in the first; 0 turns it off, and the gates with it.
+        residual: add the residual program R and its gate.
+        sharpness: factor on the cosine similarities of content attention.
+        controller: "linear" (default for one step); "lstm" (default for several), with 3 * heads * key_dim + 1 units
+            whose output is the queries; or a number of units of an LSTM whose state is mapped to the queries.
+        control_features: width of `control`, where the controller looks at something other than x.
+        memory: a `ProgramMemory` to share with another layer of the same shape.
+        compat: "authors" takes all the choices of the authors' published code.
+        rules: those choices one by one.
+
+    Shape:
+        x (..., in_features) to (..., out_features). The leading shape of a control begins that of x: with
+        x (B, T, in_features) and control (B, control_features) each of the B sequences gets one program.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        slots: int,
+        heads: int = 1,
+        steps: int = 1,
+        key_dim: int = 5,
+        least_used: int = 0,
+        residual: bool = False,
+        sharpness: float | None = None,
+        controller: Literal["linear", "lstm"] | int | None = None,
+        control_features: int | None = None,
+        memory: ProgramMemory | None = None,
+        compat: Literal["authors"] | None = None,
+        rules: Rules | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(
+            in_features, out_features, (out_features, in_features), in_features if control_features is None
+            else control_features, bias, slots=slots, heads=heads, steps=steps, key_dim=key_dim, least_used=least_used,
+            residual=residual, sharpness=sharpness, controller=controller, memory=memory, compat=compat, rules=rules,
+            device=device, dtype=dtype,
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.controlled = control_features is not None
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"control_features": self.control_features if self.controlled else None}
+
+    def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+        lead, x_YI, control_NC = self._arrange(x, control)
+        memory = self.memory
+        if len(control_NC) == len(x_YI) and self._calls is None:
+            signals = self._signals(control_NC, memory.left if control is None else None)
+            read_PN = signals.read_PN if control is None else (memory.left @ x_YI.t()).to(signals.query_MKRN.dtype)
+            part_PN, sigma_RN = fused.compose_rows(
+                signals.query_MKRN, self._keys(read_PN.dtype), signals.gate, read_PN, memory.values.to(read_PN.dtype),
+                self.heads, self.least_used, self.sharpness, self.rules,
+            )
+            part_YP, residual_N = part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
+        else:
+            composition = self._compose(self._signals(control_NC))
+            self._note(composition, lead)
+            read_NXP = F.linear(x_YI, memory.left).unflatten(0, (len(control_NC), -1))
+            part_YP = torch.bmm(read_NXP, composition.core().to(read_NXP.dtype)).flatten(0, 1)
+            residual_N = composition.residual_N
+        part_YP = (part_YP * self.gain).to(x_YI.dtype)
+        y = part_YP @ memory.right if self.bias is None else torch.addmm(self.bias, part_YP, memory.right)
+        if residual_N is not None:
+            scale_Y = residual_N.repeat_interleave(len(x_YI) // max(len(residual_N), 1)).to(x_YI.dtype)
+            y = y + F.linear(x_YI * scale_Y[:, None], self.residual)
+        if self.base is not None:
+            y = y + self.base(x_YI)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+        """The dense working program of each input, (..., in_features, out_features): y = x @ program + bias.
+
+        It is the transpose of an `nn.Linear.weight`, and it is large: for looking and testing.
+        """
+        lead, _, control_NC = self._arrange(x, control)
+        residual = None if self.residual is None else self.residual.t()
+        base = None if self.base is None else self.base.weight.t()
+        return self._programs(self.compose(control_NC), residual, base).unflatten(0, lead or (1,)).reshape(
+            *lead, self.in_features, self.out_features
+        )
+
+    def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor]:
+        """The leading shape of the programs, the rows of x, and the rows of the control."""
+        self._check(x, -1, self.in_features, "x")
+        x_YI = x.reshape(-1, self.in_features)
+        if control is None:
+            if self.controlled:
+                raise ValueError(f"this layer was built with control_features={self.control_features}: "
+                                 f"call it with control=, of shape (..., {self.control_features})")
+            return x.shape[:-1], x_YI, x_YI
+        self._check(control, -1, self.control_features, "control")
+        lead = control.shape[:-1]
+        if x.shape[: len(lead)] != lead or x.dim() - 1 < len(lead):
+            raise ValueError(f"the leading shape of control, {tuple(lead)}, must begin that of x, {tuple(x.shape[:-1])}")
+        return lead, x_YI, control.reshape(-1, self.control_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"
+
+
+class Conv2d(ProgramLayer):
+    """A convolution whose kernel is composed for each image, in three factors: a convolution with the left programs,
+    a mix for each image, a 1x1 convolution with the right programs.
+
+    The controller sees the global average of the input channels, or `control` (B, control_features).
+
+    Args:
+        in_channels ... padding_mode: as in `nn.Conv2d`.
+        slots ... rules: as in `Linear`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        slots: int,
+        heads: int = 1,
+        steps: int = 1,
+        key_dim: int = 5,
+        least_used: int = 0,
+        residual: bool = False,
+        sharpness: float | None = None,
+        controller: Literal["linear", "lstm"] | int | None = None,
+        control_features: int | None = None,
+        memory: ProgramMemory | None = None,
+        compat: Literal["authors"] | None = None,
+        rules: Rules | None = None,
+        device=None,
+        dtype=None,
+    ):
+        # nn.Conv2d checks its arguments and knows its padding; this one on the meta device holds no memory.
+        shape = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, False,
+                          padding_mode, device="meta")
+        super().__init__(
+            prod(shape.weight.shape[1:]), out_channels, tuple(shape.weight.shape),
+            in_channels if control_features is None else control_features, bias, slots=slots, heads=heads, steps=steps,
+            key_dim=key_dim, least_used=least_used, residual=residual, sharpness=sharpness, controller=controller,
+            memory=memory, compat=compat, rules=rules, device=device, dtype=dtype,
+        )
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, shape.kernel_size
+        self.stride, self.padding, self.dilation, self.groups = shape.stride, shape.padding, shape.dilation, groups
+        self.padding_mode, self._sides = padding_mode, shape._reversed_padding_repeated_twice
+        self.controlled = control_features is not None
+
+    options = Linear.options
+
+    def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+        if x.dim() == 3:
+            return self.forward(x[None], None if control is None else control[None])[0]
+        composition, padded, padding = self._composed(x, control)
+        self._note(composition, x.shape[:1])
+        memory, groups = self.memory, self.groups
+        window = (self.stride, padding, self.dilation)
+        left = memory.left.unflatten(1, (self.in_channels // groups, *self.kernel_size))
+        read = F.conv2d(padded.unflatten(1, (groups, -1)).flatten(0, 1), left, None, *window)
+        core = (composition.core() * self.gain).to(read.dtype).transpose(1, 2).repeat_interleave(groups, 0)
+        part = torch.bmm(core, read.flatten(2)).unflatten(2, read.shape[2:]).unflatten(0, (-1, groups)).flatten(1, 2)
+        y = F.conv2d(part, memory.right.t()[:, :, None, None], self.bias, groups=groups)
+        if self.residual is not None:
+            scaled = padded * composition.residual_N.to(padded.dtype)[:, None, None, None]
+            y = y + F.conv2d(scaled, self.residual, None, *window, groups)
+        return y if self.base is None else y + self.base(x)
+
+    def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+        """The dense kernel of each image, (B, in_channels / groups * kernel height * width, out_channels).
+
+        `program[b].t().view(out_channels, -1, *kernel_size)` is the weight of an `nn.Conv2d`.
+        """
+        composition, _, _ = self._composed(x, control)
+        residual = None if self.residual is None else self.residual.flatten(1).t()
+        base = None if self.base is None else self.base.weight.flatten(1).t()
+        return self._programs(composition, residual, base)
+
+    def _composed(self, x: Tensor, control: Tensor | None):
+        """The composition, and x padded as the padding mode asks, with the padding left to do."""
+        self._check(x, -3, self.in_channels, "x")
+        if control is None:
+            if self.controlled:
+                raise ValueError(f"this layer was built with control_features={self.control_features}: "
+                                 f"call it with control=, of shape (batch, {self.control_features})")
+            control = x.mean((-2, -1))
+        self._check(control, -1, self.control_features, "control")
+        if control.shape[:-1] != x.shape[:-3]:
+            raise ValueError(f"control gives {tuple(control.shape[:-1])} programs for a batch of {tuple(x.shape[:-3])}")
+        composition = self._compose(self._signals(control))
+        if self.padding_mode == "zeros":
+            return composition, x, self.padding
+        return composition, F.pad(x, self._sides, mode=self.padding_mode), _pair(0)
+
+    def extra_repr(self) -> str:
+        return (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+                f"padding={self.padding}, groups={self.groups}, {super().extra_repr()}")

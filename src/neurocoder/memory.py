@@ -1,0 +1,91 @@
+"""The program memory: everything that has one row a slot, and the networks that name the slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from neurocoder.functional import Rules
+
+BANKS = ("left", "right", "values")
+
+
+class ProgramMemory(nn.Module):
+    """Singular programs {M_U, M_V, M_S} with their keys (Eq. 10) and the gates of their slots (Eq. 14).
+
+    Layers of equal shape may share one: `nc.Linear(..., memory=other.memory)`.
+
+    Args:
+        in_features, out_features: lengths of a left and a right singular vector.
+        slots: rows of each bank (P in the paper).
+        key_dim: length of a key (K in the paper).
+        gate_features: width of what the slot gates look at; 0: there are no gates.
+        rules: `free_keys` and `key_columns` decide what belongs to a slot.
+
+    Attributes:
+        left (slots, in_features), right (slots, out_features), values (slots,): the banks.
+        gate_weight (3, slots, gate_features), gate_bias (3, slots): in the order of the banks; None without gates.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        slots: int,
+        key_dim: int = 5,
+        gate_features: int = 0,
+        rules: Rules = Rules(),
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        for name, size in {"in_features": in_features, "out_features": out_features, "slots": slots,
+                           "key_dim": key_dim}.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        unknown = set(rules.free_keys) - set(BANKS)
+        if unknown:
+            raise ValueError(f"free_keys names {sorted(unknown)}; the banks are {', '.join(BANKS)}")
+        self.in_features, self.out_features, self.slots = in_features, out_features, slots
+        self.key_dim, self.gate_features, self.rules = key_dim, gate_features, rules
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.left, self.right, self.values = empty(slots, in_features), empty(slots, out_features), empty(slots)
+        for bank, width in zip(BANKS, (in_features, out_features, 1), strict=True):
+            free = bank in rules.free_keys
+            self.register_parameter(f"{bank}_keys", empty(slots, key_dim) if free else None)
+            self.register_parameter(f"{bank}_key_weight", None if free else empty(key_dim, width))
+            self.register_parameter(f"{bank}_key_bias", None if free else empty(key_dim))
+        columns = rules.key_columns
+        self.register_parameter("left_columns", empty(slots, key_dim) if columns else None)
+        self.register_parameter("right_columns", empty(slots, key_dim) if columns else None)
+        self.register_parameter("gate_weight", empty(3, slots, gate_features) if gate_features else None)
+        self.register_parameter("gate_bias", empty(3, slots) if gate_features else None)
+
+    def keys(self) -> Tensor:
+        """Keys of all slots (Eq. 10): (3, slots, key_dim). Cheap, so they are made anew in every forward."""
+        return torch.stack([self._bank_keys(bank) for bank in BANKS])
+
+    def _bank_keys(self, bank: str) -> Tensor:
+        free = getattr(self, f"{bank}_keys")
+        if free is not None:
+            return free
+        slots = getattr(self, bank)
+        weight, bias = getattr(self, f"{bank}_key_weight"), getattr(self, f"{bank}_key_bias")
+        return nn.functional.linear(slots[:, None] if bank == "values" else slots, weight, bias)
+
+    def orthogonal_banks(self) -> tuple[Tensor, Tensor]:
+        """What the orthogonal loss (Eq. 5) looks at: the left and the right bank, with key columns if there are any."""
+        if self.left_columns is None:
+            return self.left, self.right
+        return torch.cat((self.left, self.left_columns), 1), torch.cat((self.right, self.right_columns), 1)
+
+    def fits(self, other: ProgramMemory) -> bool:
+        """Whether a layer that would build `other` can use this memory instead."""
+        names = ("in_features", "out_features", "slots", "key_dim", "gate_features", "rules")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def extra_repr(self) -> str:
+        return f"{self.slots} slots of {self.in_features}x{self.out_features}, key_dim={self.key_dim}"

@@ -1,0 +1,243 @@
+"""Composing a program for each input: what `Linear` and `Conv2d` share.
+
+Shapes: see `neurocoder.functional`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neurocoder import functional, initialise
+from neurocoder.controller import LinearController, LstmController
+from neurocoder.functional import Rules
+from neurocoder.memory import ProgramMemory
+from neurocoder.trace import Attention, Conditional
+
+DEFAULT_SHARPNESS = 3.0
+
+
+class Signals(NamedTuple):
+    """What the controller says for each row of the control."""
+
+    query_MKRN: Tensor
+    gate: Tensor | None
+    opening_N: Tensor | None
+    read_PN: Tensor | None
+
+
+class Composition(NamedTuple):
+    """A composed program in factored form, one a row of the control."""
+
+    left_PRN: Tensor
+    right_PRN: Tensor
+    values_PRN: Tensor
+    sigma_RN: Tensor
+    residual_N: Tensor | None
+
+    def core(self) -> Tensor:
+        """The program in the coordinates of the memories: (N, P, P)."""
+        return functional.coordinates(self.left_PRN, self.sigma_RN, self.right_PRN)
+
+
+class ProgramLayer(Conditional):
+    """A layer that composes its weights from a program memory. Use `Linear` or `Conv2d`; `Linear` says what each
+    argument means."""
+
+    def __init__(
+        self,
+        program_in: int,
+        program_out: int,
+        residual_shape: tuple[int, ...],
+        control_features: int,
+        bias: bool,
+        *,
+        slots: int,
+        heads: int,
+        steps: int,
+        key_dim: int,
+        least_used: int,
+        residual: bool,
+        sharpness: float | None,
+        controller: Literal["linear", "lstm"] | int | None,
+        memory: ProgramMemory | None,
+        compat: Literal["authors"] | None,
+        rules: Rules | None,
+        device,
+        dtype,
+    ):
+        super().__init__()
+        for name, size in {"slots": slots, "heads": heads, "steps": steps, "control_features": control_features}.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0 <= least_used <= slots:
+            raise ValueError(f"least_used must be between 0 and slots={slots}, got {least_used}")
+        if compat not in (None, "authors"):
+            raise ValueError(f"compat must be None or 'authors', got {compat!r}")
+        if compat and rules:
+            raise ValueError("compat and rules both choose the rules: give one of them")
+        if sharpness is None:
+            sharpness = DEFAULT_SHARPNESS if compat is None else 10.0 if steps > 1 else 1.0
+        if not 0 < sharpness < float("inf"):
+            raise ValueError(f"sharpness must be a positive number, got {sharpness}")
+        self.rules = Rules.authors(steps) if compat else rules or Rules()
+        self.slots, self.heads, self.steps, self.key_dim = slots, heads, steps, key_dim
+        self.least_used, self.sharpness, self.control_features = least_used, sharpness, control_features
+        self.controller_kind = controller or ("lstm" if steps > 1 else "linear")
+        factory = {"device": device, "dtype": dtype}
+        self.controller = self._build_controller(factory)
+        self.memory = self._build_memory(program_in, program_out, memory, factory)
+
+        def parameter(*shape: int, when: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(*shape, **factory)) if when else None
+
+        own_gate = residual and self.rules.integration == "linear"
+        if residual and not own_gate and not isinstance(self.controller, LstmController):
+            raise ValueError("rules.integration='lstm' needs a recurrent controller, got controller='linear'")
+        self.register_parameter("residual", parameter(*residual_shape, when=residual))
+        self.register_parameter("integration_weight", parameter(1, control_features, when=own_gate))
+        self.register_parameter("integration_bias", parameter(1, when=own_gate))
+        self.register_parameter("bias", parameter(program_out, when=bias))
+        self.register_buffer("gain", torch.ones((), **factory))
+        self.base: nn.Module | None = None
+        initialise.layer(self, memory_too=memory is None)
+
+    def _build_controller(self, factory: dict) -> LinearController | LstmController:
+        kind, shape = self.controller_kind, (self.control_features, self.steps, self.heads, self.key_dim)
+        if kind == "linear":
+            return LinearController(*shape, **factory)
+        if kind == "lstm" or (isinstance(kind, int) and kind > 0):
+            units = None if kind == "lstm" else kind
+            return LstmController(*shape, units, self.rules.initial_state == "learned", **factory)
+        raise ValueError(f"controller must be 'linear', 'lstm' or a number of LSTM units, got {kind!r}")
+
+    def _build_memory(self, width: int, height: int, given: ProgramMemory | None, factory: dict) -> ProgramMemory:
+        # Usage is empty in the first step: with one step there is nothing to mix, and so no gate.
+        gate_features = 0
+        if self.steps > 1 and self.least_used > 0:
+            gate_features = self.control_features
+            if self.rules.gate == "state":
+                if not isinstance(self.controller, LstmController):
+                    raise ValueError("rules.gate='state' needs a recurrent controller, got controller='linear'")
+                gate_features = self.heads * self.controller.units
+        if given is not None:
+            factory = {"device": "meta"}
+        own = ProgramMemory(width, height, self.slots, self.key_dim, gate_features, self.rules, **factory)
+        if given is None:
+            return own
+        if not given.fits(own):
+            raise ValueError(
+                f"the given memory has {given.extra_repr()}; this layer needs {own.extra_repr()}, made by the same rules"
+            )
+        return given
+
+    def reset_parameters(self) -> None:
+        """Initialise anew, the memory included."""
+        initialise.layer(self, memory_too=True)
+
+    def adopt(self, base: nn.Module) -> None:
+        """Keep `base` as a frozen part: y = base(x) + x P_t, which equals base(x) until M_V is trained."""
+        self.base = base.requires_grad_(False)
+        nn.init.zeros_(self.memory.right)
+
+    def options(self) -> dict[str, Any]:
+        names = ("slots", "heads", "steps", "key_dim", "least_used", "sharpness")
+        return {name: getattr(self, name) for name in names} | {
+            "residual": self.residual is not None,
+            "controller": self.controller_kind,
+            "rules": asdict(self.rules),
+        }
+
+    def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None) -> Signals:
+        """Everything that is linear in the control in one product, then the queries (Eq. 9).
+
+        A bank given as `read_PC` is multiplied along with the rest.
+        """
+        memory, own_dtype = self.memory, self.memory.left.dtype
+        weights = {
+            "read": read_PC,
+            "query": self.controller.weight,
+            "gate": memory.gate_weight.flatten(0, 1) if self._gated_by("input") else None,
+            "opening": self.integration_weight,
+        }
+        weights = {name: weight for name, weight in weights.items() if weight is not None}
+        product_XN = torch.cat([*weights.values()]) @ control_NC.t()
+        dtype = torch.promote_types(own_dtype, torch.float32)  # attention is never computed in half precision
+        parts = product_XN.to(dtype).split([len(weight) for weight in weights.values()])
+        signal = dict(zip(weights, parts, strict=True))
+        query_MKRN, state_UJN = self.controller(signal["query"] + self.controller.bias.to(dtype)[:, None])
+        opening_N = None
+        if "opening" in signal:
+            opening_N = signal["opening"][0] + self.integration_bias.to(dtype)
+        elif self.residual is not None:
+            opening_N = state_UJN[-1, -1]
+        return Signals(query_MKRN, self._gate(signal.get("gate"), state_UJN), opening_N, signal.get("read"))
+
+    def _gated_by(self, what: str) -> bool:
+        return self.memory.gate_weight is not None and self.rules.gate == what
+
+    def _gate(self, signal_XN: Tensor | None, state_UJN: Tensor | None) -> Tensor | None:
+        """Gates before their sigmoid: (M, P, 1, N) where the input decides, (M, P, R, N) where the state does."""
+        memory = self.memory
+        if signal_XN is not None:
+            gate = signal_XN.unflatten(0, (3, self.slots, 1))
+        elif self._gated_by("state"):
+            weight_XU = memory.gate_weight.to(state_UJN.dtype).reshape(-1, self.controller.units)
+            gate_XJN = (weight_XU @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
+            gate = gate_XJN.unflatten(0, (3, self.slots, self.heads)).transpose(2, 3).flatten(2, 3)
+        else:
+            return None
+        return gate + memory.gate_bias.to(gate.dtype)[:, :, None, None]
+
+    def _keys(self, dtype: torch.dtype) -> Tensor:
+        return functional.sharpened(self.memory.keys().to(dtype), self.sharpness)
+
+    def compose(self, control_NC: Tensor) -> Composition:
+        """Attend to the memory for each row of the control (Eq. 8 to 15)."""
+        with torch.autocast(control_NC.device.type, enabled=False):
+            return self._compose(self._signals(control_NC.to(self.memory.left.dtype)))
+
+    def _compose(self, signals: Signals) -> Composition:
+        score_MPRN = functional.score(signals.query_MKRN, self._keys(signals.query_MKRN.dtype))
+        left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
+        sigma_RN = functional.singular_values(self.memory.values.to(values.dtype), values, self.rules.order)
+        return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))
+
+    def _residual_scale(self, opening_N: Tensor | None, sigma_RN: Tensor) -> Tensor | None:
+        """The multiplier of the residual program (Eq. 15): its gate times the smallest singular value."""
+        if opening_N is None:
+            return None
+        return opening_N.sigmoid() * sigma_RN[0 if self.rules.order == "ascending" else -1]
+
+    def _note(self, composition: Composition, lead: tuple[int, ...]) -> None:
+        """Record a call with the leading shape of its control."""
+        if self._calls is None:
+            return
+        *attention, sigma_RN, residual_N = composition
+        left, right, values = (a.permute(2, 1, 0).reshape(*lead, *a.shape[1::-1]) for a in attention)
+        sigma = sigma_RN.t().reshape(*lead, len(sigma_RN))
+        self._calls.append(Attention(left, right, values, sigma, None if residual_N is None else residual_N.reshape(lead)))
+
+    def _programs(self, composition: Composition, residual_IO: Tensor | None, base_IO: Tensor | None) -> Tensor:
+        """The dense working programs (N, I, O): for looking and testing."""
+        core_NPP = composition.core()
+        left, right = self.memory.left.to(core_NPP.dtype), self.memory.right.to(core_NPP.dtype)
+        program_NIO = left.t() @ core_NPP @ right * self.gain
+        if residual_IO is not None:
+            program_NIO = program_NIO + composition.residual_N[:, None, None] * residual_IO
+        return program_NIO if base_IO is None else program_NIO + base_IO
+
+    def _check(self, x: Tensor, axis: int, size: int, what: str) -> None:
+        if not x.is_floating_point():
+            raise TypeError(f"nc.{type(self).__name__} takes floating point numbers, got {what} of {x.dtype}: "
+                            f"convert it first, e.g. {what}.float()")
+        if x.dim() < -axis or x.shape[axis] != size:
+            raise ValueError(f"nc.{type(self).__name__} expects {what} with {size} features in dimension {axis}, "
+                             f"got shape {tuple(x.shape)}")
+
+    def extra_repr(self) -> str:
+        return (f"slots={self.slots}, heads={self.heads}, steps={self.steps}, key_dim={self.key_dim}, "
+                f"least_used={self.least_used}, residual={self.residual is not None}, bias={self.bias is not None}")
