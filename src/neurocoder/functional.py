@@ -71,16 +71,11 @@ class Rules:
         )
 
 
-def sharpened(key_MPK: Tensor, sharpness: float) -> Tensor:
-    """Keys of length `sharpness`: a unit query's product with one is its sharpened cosine."""
-    return F.normalize(key_MPK, dim=-1) * sharpness
-
-
-def score(query_MKRN: Tensor, key_MPK: Tensor) -> Tensor:
-    """Product of every unit query with every (sharpened) key, the inside of Eq. 11: (M, P, R, N)."""
-    squared_MRN = query_MKRN.square().sum(1, keepdim=True)
-    unit_MKRN = query_MKRN * squared_MRN.clamp_min(TINY).rsqrt()
-    return torch.bmm(key_MPK, unit_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
+def score(query_MKRN: Tensor, key_MPK: Tensor, sharpness: float) -> Tensor:
+    """Sharpened cosine of every query with every key, the inside of Eq. 11: (M, P, R, N)."""
+    query_MKRN = query_MKRN * query_MKRN.square().sum(1, keepdim=True).clamp_min(TINY).rsqrt()
+    key_MPK = key_MPK * key_MPK.square().sum(2, keepdim=True).clamp_min(TINY).rsqrt()
+    return torch.bmm(key_MPK * sharpness, query_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
 
 
 def attend(
@@ -125,10 +120,10 @@ def _first_least(like_MPHN: Tensor, least_used: int, rules: Rules) -> Tensor | N
 
 
 def singular_values(
-    values_P: Tensor, attention_PRN: Tensor, order: str = "descending", shift_RN: Tensor | float = 0.0
+    values_P: Tensor, attention_PRN: Tensor, order: str = "descending"
 ) -> Tensor:
     """Eq. 8: positive singular values (R, N), strictly decreasing unless `order` says otherwise."""
-    terms_RN = F.softplus((values_P @ attention_PRN.flatten(1)).unflatten(0, attention_PRN.shape[1:]) + shift_RN)
+    terms_RN = F.softplus((values_P @ attention_PRN.flatten(1)).unflatten(0, attention_PRN.shape[1:]))
     if order == "descending":
         return terms_RN.flip(0).cumsum(0).flip(0)
     sums_RN = terms_RN.cumsum(0)
@@ -155,11 +150,8 @@ def compose_rows(
     sharpness: float,
     rules: Rules,
 ) -> tuple[Tensor, Tensor]:
-    """From queries to the transformed read (P, N) and the singular values (R, N), one program a row.
-
-    Keys have the length `sharpness` (see `sharpened`).
-    """
-    left, right, values = attend(score(query_MKRN, key_MPK), gate, heads, least_used, rules)
+    """From queries and keys to the transformed read (P, N) and the singular values (R, N), one program a row."""
+    left, right, values = attend(score(query_MKRN, key_MPK, sharpness), gate, heads, least_used, rules)
     sigma_RN = singular_values(values_P, values, rules.order)
     return transform(read_PN, left, sigma_RN, right), sigma_RN
 
@@ -179,8 +171,9 @@ def lstm(signal_XN: Tensor, recurrent_XU: Tensor | None, steps: int, start_2UN: 
     state, cell = (None, None) if start_2UN is None else start_2UN
     for _ in range(steps):
         total = signal_XN if state is None else torch.addmm(signal_XN, recurrent_XU, state)
-        i, f, o = total[: 3 * units].sigmoid().chunk(3)
-        fresh = i * total[3 * units :].tanh()
+        gates, candidate = total.split((3 * units, units))
+        i, f, o = gates.sigmoid().chunk(3)
+        fresh = i * candidate.tanh()
         cell = fresh if cell is None else torch.addcmul(fresh, f, cell)
         state = o * cell.tanh()
         states.append(state)

@@ -1,13 +1,13 @@
 """The hand-written twin of `functional.compose_rows`: fewer passes over memory, and its own backward.
 
 It treats each row by itself, so a `vmap` over it only makes more rows: the rule folds the mapped dimension into the
-rows. What the rows share (keys, singular terms) gets its gradient from ordinary operations. Second derivatives go
-through the plain functions.
+rows. What the rows share (keys, singular terms) gets its gradient from ordinary operations. Second and forward-mode
+derivatives go through the plain function.
 
-Two facts of PyTorch on a CPU shape the code: a comparison is several times faster into a float than into a bool
-(`out=`), and reductions over a dimension that is not the last run over whole vectors.
-
-Shapes: see `neurocoder.functional`.
+Facts of PyTorch on a CPU that shape the code: a comparison is several times faster into a float than into a bool
+(`out=`), a reduction runs over whole vectors if its dimension comes before the contiguous ones, and an operation on a
+few thousand numbers costs more to call than to carry out. So the recursion works on one contiguous block a step,
+slots first: (J, P, M, H, N), in the letters of `neurocoder.functional`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from neurocoder.functional import Rules
 _PAPER = Rules()
 _RULES = ("first_step", "usage", "least_used", "content", "order")
 _ROUNDS = 8  # up to so many least-used slots, rounds of minima are faster than a selection
+_BLOCK = 131072  # numbers in one step's attention: what the cache holds several of
 _SAFE = 40.0  # exp(±40) and sums of it are far from the limits of float32: no maximum need be subtracted
 
 
@@ -39,11 +40,15 @@ def compose_rows(
 ) -> tuple[Tensor, Tensor]:
     """`functional.compose_rows`, by hand where the rules are the paper's; the compiler fuses the plain one itself."""
     by_hand = all(getattr(rules, name) == getattr(_PAPER, name) for name in _RULES)
+    options = (heads, least_used, sharpness, rules)
     if not by_hand or torch.compiler.is_compiling():
-        return functional.compose_rows(
-            query_MKRN, key_MPK, gate, read_PN, values_P, heads, least_used, sharpness, rules
-        )
-    part, sigma, *_ = _Compose.apply(query_MKRN, key_MPK, gate, read_PN, values_P, heads, least_used, sharpness)
+        return functional.compose_rows(query_MKRN, key_MPK, gate, read_PN, values_P, *options)
+    block = max(_BLOCK // (3 * len(values_P) * heads), 1)
+    if gate is None or read_PN.shape[1] <= block:
+        return _Compose.apply(query_MKRN, key_MPK, gate, read_PN, values_P, *options)[:2]
+    blocks = zip(*(t.split(block, -1) for t in (query_MKRN, gate, read_PN)), strict=True)
+    parts = [_Compose.apply(query, key_MPK, gate, read, values_P, *options)[:2] for query, gate, read in blocks]
+    part, sigma = (torch.cat(pieces, -1) for pieces in zip(*parts, strict=True))
     return part, sigma
 
 
@@ -51,34 +56,35 @@ class _Compose(torch.autograd.Function):
     """Part (P, N) and sigma (R, N), then what backward needs."""
 
     @staticmethod
-    def forward(query, key, gate, read, values, heads, least_used, sharpness):
-        scale = query.square().sum(1, keepdim=True).clamp_min_(functional.TINY).rsqrt_()
-        unit = query * scale
-        content = torch.bmm(key, unit.flatten(2)).unflatten(2, query.shape[2:])
+    def forward(query, key, gate, read, values, heads, least_used, sharpness, rules):
+        unit, scale = _unit(query, 1)
+        sharp = _unit(key, 2)[0].mul_(sharpness)
+        score_MPX = torch.bmm(sharp, unit.flatten(2))
+        score_JPMHN = score_MPX.view(3, key.shape[1], -1, heads, query.shape[3]).permute(2, 1, 0, 3, 4)
         if sharpness > _SAFE:
-            content.sub_(content.amax(1, keepdim=True))
-        content.exp_()
+            score_JPMHN = score_JPMHN - score_JPMHN.amax(1, keepdim=True)
+        content = torch.exp(score_JPMHN, out=score_MPX.new_empty(score_JPMHN.shape))
+        del score_MPX, score_JPMHN  # what is freed here is written next, while it is in the cache
         content.div_(content.sum(1, keepdim=True))
         if gate is None:
-            open_ = least = usage = among = content.new_empty(0)
-            attention = content
+            attention, (open_, usage, least, top) = content, content.new_empty(4, 0, query.shape[3])
         else:
-            open_, attention, least = gate.sigmoid(), torch.empty_like(content), torch.empty_like(content)
-            usage, among = torch.empty_like(content), torch.empty_like(content)
-            _recur(content, open_, attention, least, usage, among, heads, least_used)
-        left, right, weights = attention.unbind(0)
-        work = read[:, None] * left
-        inner = work.sum(0)
-        terms = (values @ weights.flatten(1)).unflatten(0, inner.shape)
-        sigma = F.softplus(terms).flip(0).cumsum(0).flip(0)
-        part = torch.mul(inner * sigma, right, out=work).sum(1)
+            open_ = _by_step(gate, heads).sigmoid().contiguous()
+            attention, usage, least, top = _recur(content, open_, least_used)
+        left_JPHN, right_JPHN, weights_JPHN = attention.unbind(2)
+        work_JPHN = left_JPHN * read[:, None]
+        inner_JHN = work_JPHN.sum(1)
+        terms_JHN = torch.matmul(values, weights_JPHN.flatten(2)).view_as(inner_JHN)
+        sigma_RN = F.softplus(terms_JHN).flatten(0, 1).flip(0).cumsum(0).flip(0)
+        outer_JHN = inner_JHN * sigma_RN.view_as(inner_JHN)
+        part_PN = torch.mul(right_JPHN, outer_JHN[:, None], out=work_JPHN).sum(0).sum(1)
         if gate is None:
-            attention = attention.clone()
-        return part, sigma, unit, scale, content, attention, open_, least, usage, among, inner, terms
+            attention = open_  # it is the content
+        return part_PN, sigma_RN, unit, scale, content, attention, open_, usage, least, top, inner_JHN, terms_JHN
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, gate, read, values, ctx.heads, ctx.least_used, ctx.sharpness = inputs
+        query, key, gate, read, values, ctx.heads, ctx.least_used, ctx.sharpness, _ = inputs
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, gate, read, values, *output[1:])
@@ -86,25 +92,24 @@ class _Compose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_part, d_sigma, *_):
-        query, key, gate, read, values, sigma, unit, scale, content, attention, *kept = ctx.saved_tensors
+        query, key, gate, read, values, sigma, *kept = ctx.saved_tensors
         d_part = torch.zeros_like(read) if d_part is None else d_part
         d_sigma = torch.zeros_like(sigma) if d_sigma is None else d_sigma
-        if torch.is_grad_enabled() or is_legacy_batchedtensor(d_part):  # to be differentiated, or batched
+        if torch.is_grad_enabled() or is_legacy_batchedtensor(d_part):  # to be differentiated in turn, or batched
             plain, given = _plain(ctx, query, key, gate, read, values)
             d_query, d_key, d_read, d_values, *d_gate = torch.func.vjp(plain, *given)[1]((d_part, d_sigma))
-            return d_query, d_key, *(d_gate or [None]), d_read, d_values, None, None, None
-        d_query, d_gate, d_read, d_score, d_terms = _backward(
-            d_part, d_sigma, key, gate, read, values, sigma, unit, scale, content, attention, *kept, ctx.heads
-        )
-        d_key = torch.bmm(d_score.flatten(2), unit.flatten(2).transpose(1, 2))
-        d_values = attention[2].flatten(1) @ d_terms.flatten()
-        return d_query, d_key, d_gate, d_read, d_values, None, None, None
+            return d_query, d_key, *(d_gate or [None]), d_read, d_values, None, None, None, None
+        grads = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept, ctx.heads, ctx.sharpness)
+        return *grads, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
         primals = ctx.saved_tensors[:5]
         plain, given = _plain(ctx, *primals)
-        filled = [torch.zeros_like(p) if t is None and p is not None else t for p, t in zip(primals, tangents[:5], strict=True)]
+        filled = [
+            torch.zeros_like(primal) if tangent is None and primal is not None else tangent
+            for primal, tangent in zip(primals, tangents[:5], strict=True)
+        ]
         _, (d_part, d_sigma) = torch.func.jvp(plain, tuple(given), tuple(_plain(ctx, *filled)[1]))
         return d_part, d_sigma, *[None] * 10
 
@@ -117,94 +122,130 @@ def _plain(ctx, query, key, gate, read, values):
     """The plain function of the tensors that are there, and those tensors."""
 
     def plain(query, key, read, values, gate=None):
-        return functional.compose_rows(
-            query, key, gate, read, values, ctx.heads, ctx.least_used, ctx.sharpness, _PAPER
-        )
+        options = (ctx.heads, ctx.least_used, ctx.sharpness, _PAPER)
+        return functional.compose_rows(query, key, gate, read, values, *options)
 
     return plain, [query, key, read, values] + ([] if gate is None else [gate])
 
 
+def _unit(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    scale = x.square().sum(dim, keepdim=True).clamp_min_(functional.TINY).rsqrt_()
+    return x * scale, scale
+
+
+def _through_unit(d_unit: Tensor, unit: Tensor, scale: Tensor, dim: int) -> Tensor:
+    return d_unit.addcmul_(unit, (unit * d_unit).sum(dim, keepdim=True), value=-1).mul_(scale)
+
+
+def _by_step(gate_MPRN: Tensor, heads: int) -> Tensor:
+    """Gates as (J or 1, P, M, H, N)."""
+    gate_JPMHN = gate_MPRN.transpose(0, 1).unflatten(2, (-1, heads if gate_MPRN.shape[2] > 1 else 1)).movedim(2, 0)
+    return gate_JPMHN.expand(-1, -1, -1, heads, -1)
+
+
 def _backward(
     d_part, d_sigma, key, gate, read, values,
-    sigma, unit, scale, content, attention, open_, least, usage, among, inner, terms, heads,
+    sigma, unit, scale, content, attention, open_, usage, least, top, inner, terms, heads, sharpness,
 ):
-    """Gradients of query, gate and read, and of the scores and terms, from which key and values get theirs."""
-    left, right, _ = attention.unbind(0)
-    d_score = torch.empty_like(content)  # holds the gradient of attention first
-    d_left, d_right, d_weights = d_score.unbind(0)
-    d_outer = torch.mul(d_part[:, None], right, out=d_right).sum(0)
-    torch.mul(d_part[:, None], inner * sigma, out=d_right)
-    d_inner = d_outer * sigma
-    d_read = torch.mul(left, d_inner, out=d_left).sum(1)
-    torch.mul(read[:, None], d_inner, out=d_left)
-    d_terms = torch.addcmul(d_sigma, d_outer, inner).cumsum(0).mul_(terms.sigmoid())
-    torch.mul(values[:, None, None], d_terms, out=d_weights)
+    """Gradients of query, key, gate, read and values."""
     if gate is None:
-        d_gate = None
-        d_score.mul_(content)
-    else:
+        attention = content
+    left, right, weights = attention.unbind(2)
+    d_attention = torch.empty_like(content)
+    d_left, d_right, d_weights = d_attention.unbind(2)
+    sigma = sigma.view_as(inner)
+    d_outer = torch.mul(right, d_part[:, None], out=d_right).sum(1)
+    torch.mul(d_part[:, None], (inner * sigma)[:, None], out=d_right)
+    d_inner = d_outer * sigma
+    d_read = torch.mul(left, d_inner[:, None], out=d_left).sum(0).sum(1)
+    torch.mul(read[:, None], d_inner[:, None], out=d_left)
+    d_terms = torch.addcmul(d_sigma.view_as(inner), d_outer, inner).flatten(0, 1).cumsum(0).view_as(inner)
+    d_terms.mul_(terms.sigmoid())
+    d_values = torch.mul(weights, d_terms[:, None], out=d_weights).sum(0).sum((1, 2))
+    torch.mul(values[:, None, None], d_terms[:, None], out=d_weights)
+
+    d_gate = None
+    if gate is not None:
         shut = 1 - open_
-        _recur_backward(d_score, shut, least, usage, among, heads)
-        d_gate = torch.sub(content, least).mul_(d_score)
-        if gate.shape[2] == 1:
-            d_gate = d_gate.sum(2, keepdim=True)
+        d_gate = _recur_backward(d_attention, content, shut, usage, least, top)
         d_gate.mul_(open_).mul_(shut)
-        d_score.mul_(content).mul_(open_)
-    d_score.addcmul_(content, d_score.sum(1, keepdim=True), value=-1)
-    d_unit = torch.bmm(key.transpose(1, 2), d_score.flatten(2)).view_as(unit)
-    d_query = d_unit.addcmul_(unit, (unit * d_unit).sum(1, keepdim=True), value=-1).mul_(scale)
-    return d_query, d_gate, d_read, d_score, d_terms
+        d_attention.mul_(open_)
+        d_gate = d_gate.movedim(0, 2).flatten(2, 3).transpose(0, 1) if gate.shape[2] > 1 else (
+            d_gate[0].sum(2, keepdim=True).transpose(0, 1)
+        )
+    d_attention.mul_(content)
+    d_score_MPJHN = content.new_empty(3, key.shape[1], len(content), heads, content.shape[4])
+    torch.addcmul(d_attention, content, d_attention.sum(1, keepdim=True), value=-1,
+                  out=d_score_MPJHN.permute(2, 1, 0, 3, 4))
+    d_score_MPX = d_score_MPJHN.flatten(2)
+    sharp, key_scale = _unit(key, 2)
+    d_unit = torch.bmm(sharp.transpose(1, 2) * sharpness, d_score_MPX).view_as(unit)
+    d_key = torch.bmm(d_score_MPX, unit.flatten(2).transpose(1, 2)).mul_(sharpness)
+    return (_through_unit(d_unit, unit, scale, 1), _through_unit(d_key, sharp, key_scale, 2), d_gate, d_read, d_values)
 
 
-def _recur(content, open_, attention, least, usage, among, heads, least_used):
-    """Eq. 12 to 14 over the steps, into `attention`, `least`, `usage` and `among` (1 for the slots least used)."""
-    rounds = least_used <= _ROUNDS and content.is_cpu
-    tensors = [t.split(heads, 2) for t in (content, open_.expand_as(content), attention, least, usage, among)]
-    _recur_steps(tensors, least_used, rounds)
-    if rounds and content.numel() and among[:, :, heads:].sum(1).amax() > least_used:
-        _recur_steps(tensors, least_used, rounds=False)  # rounds of minima cannot tell equal usages apart
+def _recur(content, open_, least_used):
+    """Eq. 12 to 14 over the steps: attention, and for each step but the first its usage, least-used attention and
+    largest usage."""
+    attention = torch.empty_like(content)
+    usage, least = torch.empty_like(content[1:]), torch.empty_like(content[1:])
+    top = content.new_empty(len(usage), *content.shape[2:])
+    by_rounds = least_used <= _ROUNDS and content.is_cpu
+    for by_rounds in (True, False) if by_rounds else (False,):
+        counted = _recur_steps(content, open_.expand_as(content), attention, usage, least, top, least_used, by_rounds)
+        if counted <= least_used * top.numel():  # else there were ties, which rounds of minima cannot tell apart
+            break
+    return attention, usage, least, top
 
 
-def _recur_steps(tensors, least_used, rounds):
-    last_w = last_m = None
-    rest = torch.empty_like(tensors[0][0])
-    for c, g, w, l, m, a in zip(*tensors, strict=True):
-        if last_w is None:
+def _recur_steps(content, open_, attention, usage, least, top, least_used, by_rounds):
+    """Fill in the steps one by one; returns how many slots counted as least used."""
+    rest, among, threshold = torch.empty_like(content[0]), torch.empty_like(content[0]), torch.empty_like(top[0])
+    counts, last = [], None
+    steps = zip(content.unbind(0), open_.unbind(0), attention.unbind(0), [None, *usage.unbind(0)],
+                [None, *least.unbind(0)], [None, *top.unbind(0)], strict=True)
+    for c, g, w, m, l, high in steps:
+        if m is None:
             torch.mul(c, g, out=w)
-            l.zero_()
         else:
-            m.copy_(last_w) if last_m is None else torch.maximum(last_m, last_w, out=m)
-            if rounds:
-                threshold, remaining = m.amin(1, keepdim=True), m
+            m.copy_(last[0]) if last[1] is None else torch.maximum(last[0], last[1], out=m)
+            if by_rounds:
+                remaining = m
+                torch.amin(m, 0, out=threshold)
                 for _ in range(least_used - 1):
-                    torch.le(remaining, threshold, out=a)
-                    remaining = torch.add(remaining, a, alpha=4.0, out=rest)  # attention is at most 1: out of the way
-                    threshold = rest.amin(1, keepdim=True)
+                    torch.le(remaining, threshold, out=among)
+                    remaining = torch.add(remaining, among, alpha=4.0, out=rest)  # attention is at most 1: out of the way
+                    torch.amin(rest, 0, out=threshold)
             else:
-                threshold = m.topk(least_used, dim=1, largest=False, sorted=False).values.amax(1, keepdim=True)
-            torch.le(m, threshold, out=a)
-            torch.sub(m.amax(1, keepdim=True), m, out=l).mul_(a)
+                torch.amax(m.topk(least_used, dim=0, largest=False, sorted=False).values, 0, out=threshold)
+            torch.le(m, threshold, out=among)
+            counts.append(among.sum())
+            torch.sub(torch.amax(m, 0, out=high), m, out=l).mul_(among)
             torch.lerp(l, c, g, out=w)
-            last_m = m
-        last_w = w
+        last = (w, m)
+    return 0 if not by_rounds else sum(count.item() for count in counts)
 
 
-def _recur_backward(d_attention, shut, least, usage, among, heads):
-    """Add to the gradient of each step's attention what it did to later steps through the usage."""
-    by_step = [t.split(heads, 2) for t in (d_attention, usage, among, shut.expand_as(d_attention))]
-    later = None
-    d_usage, one, two = d_attention.new_empty((3, *by_step[0][0].shape))
+def _recur_backward(d_attention, content, shut, usage, least, top):
+    """Add to each step's gradient what its attention did to later steps; return the gradient of the open gates."""
+    d_gate = torch.zeros_like(shut)
+    one, two, d_usage = content.new_empty((3, *content.shape[1:]))
     d_usage.zero_()
-    for d, m, a, s in reversed([*zip(*by_step, strict=True)][1:]):
+    by_step = (d_attention, content, shut.expand_as(content), d_gate.expand_as(content))
+    steps = zip(*(t[1:].unbind(0) for t in by_step), usage.unbind(0), least.unbind(0), top.unbind(0), strict=True)
+    later = None
+    for d, c, s, d_g, m, l, high in reversed([*steps]):
         if later is not None:  # where this step's attention is the largest yet, it is the next step's usage
             torch.gt(later, m, out=one).mul_(d_usage)
             d_usage.sub_(one)
             d.add_(one)
-        torch.mul(d, a, out=one).mul_(s)
-        torch.eq(m, m.amax(1, keepdim=True), out=two).mul_(one.sum(1, keepdim=True))
-        d_usage.add_(two.sub_(one))
+        torch.gt(l, 0, out=one).mul_(d).mul_(s)
+        d_usage.sub_(one).addcmul_(torch.eq(m, high, out=two), one.sum(0))
+        d_g.addcmul_(torch.sub(c, l, out=one), d)
         later = m
-    by_step[0][0].add_(d_usage)
+    first = d_attention[0].add_(d_usage)
+    d_gate[0].addcmul_(content[0], first)
+    return d_gate
 
 
 def _fold(function: type[torch.autograd.Function], info, in_dims, args, shared):

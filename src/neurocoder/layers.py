@@ -84,7 +84,7 @@ class Linear(ProgramLayer):
             signals = self._signals(control_NC, memory.left if control is None else None)
             read_PN = signals.read_PN if control is None else (memory.left @ x_YI.t()).to(signals.query_MKRN.dtype)
             part_PN, sigma_RN = fused.compose_rows(
-                signals.query_MKRN, self._keys(read_PN.dtype), signals.gate, read_PN, memory.values.to(read_PN.dtype),
+                signals.query_MKRN, memory.keys().to(read_PN.dtype), signals.gate, read_PN, memory.values.to(read_PN.dtype),
                 self.heads, self.least_used, self.sharpness, self.rules,
             )
             part_YP, residual_N = part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
@@ -98,7 +98,7 @@ class Linear(ProgramLayer):
         y = part_YP @ memory.right if self.bias is None else torch.addmm(self.bias, part_YP, memory.right)
         if residual_N is not None:
             scale_Y = residual_N.repeat_interleave(len(x_YI) // max(len(residual_N), 1)).to(x_YI.dtype)
-            y = y + F.linear(x_YI * scale_Y[:, None], self.residual)
+            y = torch.addmm(y, x_YI * scale_Y[:, None], self.residual.t())
         if self.base is not None:
             y = y + self.base(x_YI)
         return y.reshape(*x.shape[:-1], self.out_features)

@@ -192,16 +192,13 @@ class ProgramLayer(Conditional):
             return None
         return gate + memory.gate_bias.to(gate.dtype)[:, :, None, None]
 
-    def _keys(self, dtype: torch.dtype) -> Tensor:
-        return functional.sharpened(self.memory.keys().to(dtype), self.sharpness)
-
     def compose(self, control_NC: Tensor) -> Composition:
         """Attend to the memory for each row of the control (Eq. 8 to 15)."""
         with torch.autocast(control_NC.device.type, enabled=False):
             return self._compose(self._signals(control_NC.to(self.memory.left.dtype)))
 
     def _compose(self, signals: Signals) -> Composition:
-        score_MPRN = functional.score(signals.query_MKRN, self._keys(signals.query_MKRN.dtype))
+        score_MPRN = functional.score(signals.query_MKRN, self.memory.keys().to(signals.query_MKRN.dtype), self.sharpness)
         left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
         sigma_RN = functional.singular_values(self.memory.values.to(values.dtype), values, self.rules.order)
         return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))
