@@ -37,6 +37,11 @@ class LstmController(nn.Module):
     Since the input does not change, its part of the LSTM's signal is computed once, not once a step.
     """
 
+    recurrent: nn.Parameter | None
+    query: nn.Parameter | None
+    recurrent_bias: nn.Parameter | None
+    state: nn.Parameter | None
+
     def __init__(
         self,
         control_features: int,
@@ -53,10 +58,11 @@ class LstmController(nn.Module):
         queries = 3 * heads * key_dim
         self.units = queries + 1 if units is None else units
 
-        def parameter(*shape: int, when: bool = True) -> nn.Parameter | None:
+        def parameter(*shape: int, when: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)) if when else None
 
-        self.weight, self.bias = parameter(4 * self.units, control_features), parameter(4 * self.units)
+        self.weight = nn.Parameter(torch.empty(4 * self.units, control_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(4 * self.units, device=device, dtype=dtype))
         again = steps > 1 or learned_state  # a single step from a zero state never looks back
         self.register_parameter("recurrent", parameter(4 * self.units, self.units, when=again))
         self.register_parameter("query", parameter(queries, self.units, when=units is not None))
@@ -67,7 +73,7 @@ class LstmController(nn.Module):
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, Tensor]:
         """From weight @ control + bias to the queries (M, K, R, N) and the state of every step (U, J, N)."""
         dtype, start = signal_XN.dtype, None
-        if self.state is not None:
+        if self.state is not None and self.recurrent_bias is not None:
             signal_XN = signal_XN + self.recurrent_bias.to(dtype)[:, None]
             start = self.state.to(dtype)[:, :, None].expand(2, self.units, signal_XN.shape[1])
         recurrent = None if self.recurrent is None else self.recurrent.to(dtype)

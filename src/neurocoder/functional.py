@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 TINY = 1e-24  # the square of the norm below which a query counts as zero
 
 
@@ -119,9 +118,7 @@ def _first_least(like_MPHN: Tensor, least_used: int, rules: Rules) -> Tensor | N
     return (slot < least_used).to(like_MPHN.dtype)[None, :, None, None].expand_as(like_MPHN)
 
 
-def singular_values(
-    values_P: Tensor, attention_PRN: Tensor, order: str = "descending"
-) -> Tensor:
+def singular_values(values_P: Tensor, attention_PRN: Tensor, order: str = "descending") -> Tensor:
     """Eq. 8: positive singular values (R, N), strictly decreasing unless `order` says otherwise."""
     terms_RN = F.softplus((values_P @ attention_PRN.flatten(1)).unflatten(0, attention_PRN.shape[1:]))
     if order == "descending":

@@ -144,8 +144,25 @@ def _by_step(gate_MPRN: Tensor, heads: int) -> Tensor:
 
 
 def _backward(
-    d_part, d_sigma, key, gate, read, values,
-    sigma, unit, scale, content, attention, open_, usage, least, top, inner, terms, heads, sharpness,
+    d_part,
+    d_sigma,
+    key,
+    gate,
+    read,
+    values,
+    sigma,
+    unit,
+    scale,
+    content,
+    attention,
+    open_,
+    usage,
+    least,
+    top,
+    inner,
+    terms,
+    heads,
+    sharpness,
 ):
     """Gradients of query, key, gate, read and values."""
     if gate is None:
@@ -170,13 +187,16 @@ def _backward(
         d_gate = _recur_backward(d_attention, content, shut, usage, least, top)
         d_gate.mul_(open_).mul_(shut)
         d_attention.mul_(open_)
-        d_gate = d_gate.movedim(0, 2).flatten(2, 3).transpose(0, 1) if gate.shape[2] > 1 else (
-            d_gate[0].sum(2, keepdim=True).transpose(0, 1)
+        d_gate = (
+            d_gate.movedim(0, 2).flatten(2, 3).transpose(0, 1)
+            if gate.shape[2] > 1
+            else (d_gate[0].sum(2, keepdim=True).transpose(0, 1))
         )
     d_attention.mul_(content)
     d_score_MPJHN = content.new_empty(3, key.shape[1], len(content), heads, content.shape[4])
-    torch.addcmul(d_attention, content, d_attention.sum(1, keepdim=True), value=-1,
-                  out=d_score_MPJHN.permute(2, 1, 0, 3, 4))
+    torch.addcmul(
+        d_attention, content, d_attention.sum(1, keepdim=True), value=-1, out=d_score_MPJHN.permute(2, 1, 0, 3, 4)
+    )
     d_score_MPX = d_score_MPJHN.flatten(2)
     sharp, key_scale = _unit(key, 2)
     d_unit = torch.bmm(sharp.transpose(1, 2) * sharpness, d_score_MPX).view_as(unit)
@@ -190,8 +210,7 @@ def _recur(content, open_, least_used):
     attention = torch.empty_like(content)
     usage, least = torch.empty_like(content[1:]), torch.empty_like(content[1:])
     top = content.new_empty(len(usage), *content.shape[2:])
-    by_rounds = least_used <= _ROUNDS and content.is_cpu
-    for by_rounds in (True, False) if by_rounds else (False,):
+    for by_rounds in (True, False) if least_used <= _ROUNDS and content.is_cpu else (False,):
         counted = _recur_steps(content, open_.expand_as(content), attention, usage, least, top, least_used, by_rounds)
         if counted <= least_used * top.numel():  # else there were ties, which rounds of minima cannot tell apart
             break
@@ -202,8 +221,15 @@ def _recur_steps(content, open_, attention, usage, least, top, least_used, by_ro
     """Fill in the steps one by one; returns how many slots counted as least used."""
     rest, among, threshold = torch.empty_like(content[0]), torch.empty_like(content[0]), torch.empty_like(top[0])
     counts, last = [], None
-    steps = zip(content.unbind(0), open_.unbind(0), attention.unbind(0), [None, *usage.unbind(0)],
-                [None, *least.unbind(0)], [None, *top.unbind(0)], strict=True)
+    steps = zip(
+        content.unbind(0),
+        open_.unbind(0),
+        attention.unbind(0),
+        [None, *usage.unbind(0)],
+        [None, *least.unbind(0)],
+        [None, *top.unbind(0)],
+        strict=True,
+    )
     for c, g, w, m, l, high in steps:
         if m is None:
             torch.mul(c, g, out=w)
@@ -214,7 +240,9 @@ def _recur_steps(content, open_, attention, usage, least, top, least_used, by_ro
                 torch.amin(m, 0, out=threshold)
                 for _ in range(least_used - 1):
                     torch.le(remaining, threshold, out=among)
-                    remaining = torch.add(remaining, among, alpha=4.0, out=rest)  # attention is at most 1: out of the way
+                    remaining = torch.add(
+                        remaining, among, alpha=4.0, out=rest
+                    )  # attention is at most 1: out of the way
                     torch.amin(rest, 0, out=threshold)
             else:
                 torch.amax(m.topk(least_used, dim=0, largest=False, sorted=False).values, 0, out=threshold)
@@ -252,8 +280,10 @@ def _fold(function: type[torch.autograd.Function], info, in_dims, args, shared):
     """The vmap rule. Where arguments that rows share are mapped too, each of their members gets a call of its own."""
     if any(in_dims[place] is not None for place in shared):
         pairs = [*zip(args, in_dims, strict=True)]
-        calls = [function.apply(*(arg if dim is None else arg.select(dim, i) for arg, dim in pairs))
-                 for i in range(info.batch_size)]
+        calls = [
+            function.apply(*(arg if dim is None else arg.select(dim, i) for arg, dim in pairs))
+            for i in range(info.batch_size)
+        ]
         outputs = tuple(torch.stack(outs) for outs in zip(*calls, strict=True))
         return outputs, (0,) * len(outputs)
     folded = []

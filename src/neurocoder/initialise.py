@@ -84,8 +84,11 @@ def _gates(memory: ProgramMemory) -> None:
 
 
 def _memory_xavier(memory: ProgramMemory) -> None:
-    for bank, columns in ((memory.left, memory.left_columns), (memory.right, memory.right_columns),
-                          (memory.values[:, None], memory.values_keys)):
+    for bank, columns in (
+        (memory.left, memory.left_columns),
+        (memory.right, memory.right_columns),
+        (memory.values[:, None], memory.values_keys),
+    ):
         rows = torch.empty(memory.slots, bank.shape[1] + (0 if columns is None else columns.shape[1]))
         nn.init.xavier_uniform_(rows)
         bank.copy_(rows[:, : bank.shape[1]])

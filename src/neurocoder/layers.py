@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.utils import _pair
 
 from neurocoder import fused
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
-from neurocoder.program import ProgramLayer
+from neurocoder.program import Composition, ProgramLayer
 
 
 class Linear(ProgramLayer):
@@ -66,10 +65,24 @@ class Linear(ProgramLayer):
         dtype=None,
     ):
         super().__init__(
-            in_features, out_features, (out_features, in_features), in_features if control_features is None
-            else control_features, bias, slots=slots, heads=heads, steps=steps, key_dim=key_dim, least_used=least_used,
-            residual=residual, sharpness=sharpness, controller=controller, memory=memory, compat=compat, rules=rules,
-            device=device, dtype=dtype,
+            in_features,
+            out_features,
+            (out_features, in_features),
+            in_features if control_features is None else control_features,
+            bias,
+            slots=slots,
+            heads=heads,
+            steps=steps,
+            key_dim=key_dim,
+            least_used=least_used,
+            residual=residual,
+            sharpness=sharpness,
+            controller=controller,
+            memory=memory,
+            compat=compat,
+            rules=rules,
+            device=device,
+            dtype=dtype,
         )
         self.in_features, self.out_features = in_features, out_features
         self.controlled = control_features is not None
@@ -84,8 +97,15 @@ class Linear(ProgramLayer):
             signals = self._signals(control_NC, memory.left if control is None else None)
             read_PN = signals.read_PN if control is None else (memory.left @ x_YI.t()).to(signals.query_MKRN.dtype)
             part_PN, sigma_RN = fused.compose_rows(
-                signals.query_MKRN, memory.keys().to(read_PN.dtype), signals.gate, read_PN, memory.values.to(read_PN.dtype),
-                self.heads, self.least_used, self.sharpness, self.rules,
+                signals.query_MKRN,
+                memory.keys().to(read_PN.dtype),
+                signals.gate,
+                read_PN,
+                memory.values.to(read_PN.dtype),
+                self.heads,
+                self.least_used,
+                self.sharpness,
+                self.rules,
             )
             part_YP, residual_N = part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
         else:
@@ -103,17 +123,17 @@ class Linear(ProgramLayer):
             y = y + self.base(x_YI)
         return y.reshape(*x.shape[:-1], self.out_features)
 
+    def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
+        """The programs of the inputs in factored form."""
+        return self._compose(self._signals(self._arrange(x, control)[2]))
+
     def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """The dense working program of each input, (..., in_features, out_features): y = x @ program + bias.
 
         It is the transpose of an `nn.Linear.weight`, and it is large: for looking and testing.
         """
-        lead, _, control_NC = self._arrange(x, control)
-        residual = None if self.residual is None else self.residual.t()
-        base = None if self.base is None else self.base.weight.t()
-        return self._programs(self.compose(control_NC), residual, base).unflatten(0, lead or (1,)).reshape(
-            *lead, self.in_features, self.out_features
-        )
+        lead = self._arrange(x, control)[0]
+        return self._programs(self.composition(x, control)).reshape(*lead, self.in_features, self.out_features)
 
     def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor]:
         """The leading shape of the programs, the rows of x, and the rows of the control."""
@@ -121,13 +141,17 @@ class Linear(ProgramLayer):
         x_YI = x.reshape(-1, self.in_features)
         if control is None:
             if self.controlled:
-                raise ValueError(f"this layer was built with control_features={self.control_features}: "
-                                 f"call it with control=, of shape (..., {self.control_features})")
+                raise ValueError(
+                    f"this layer was built with control_features={self.control_features}: "
+                    f"call it with control=, of shape (..., {self.control_features})"
+                )
             return x.shape[:-1], x_YI, x_YI
         self._check(control, -1, self.control_features, "control")
         lead = control.shape[:-1]
         if x.shape[: len(lead)] != lead or x.dim() - 1 < len(lead):
-            raise ValueError(f"the leading shape of control, {tuple(lead)}, must begin that of x, {tuple(x.shape[:-1])}")
+            raise ValueError(
+                f"the leading shape of control, {tuple(lead)}, must begin that of x, {tuple(x.shape[:-1])}"
+            )
         return lead, x_YI, control.reshape(-1, self.control_features)
 
     def extra_repr(self) -> str:
@@ -173,13 +197,37 @@ class Conv2d(ProgramLayer):
         dtype=None,
     ):
         # nn.Conv2d checks its arguments and knows its padding; this one on the meta device holds no memory.
-        shape = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, False,
-                          padding_mode, device="meta")
+        shape = nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            False,
+            padding_mode,
+            device="meta",
+        )
         super().__init__(
-            prod(shape.weight.shape[1:]), out_channels, tuple(shape.weight.shape),
-            in_channels if control_features is None else control_features, bias, slots=slots, heads=heads, steps=steps,
-            key_dim=key_dim, least_used=least_used, residual=residual, sharpness=sharpness, controller=controller,
-            memory=memory, compat=compat, rules=rules, device=device, dtype=dtype,
+            prod(shape.weight.shape[1:]),
+            out_channels,
+            tuple(shape.weight.shape),
+            in_channels if control_features is None else control_features,
+            bias,
+            slots=slots,
+            heads=heads,
+            steps=steps,
+            key_dim=key_dim,
+            least_used=least_used,
+            residual=residual,
+            sharpness=sharpness,
+            controller=controller,
+            memory=memory,
+            compat=compat,
+            rules=rules,
+            device=device,
+            dtype=dtype,
         )
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, shape.kernel_size
         self.stride, self.padding, self.dilation, self.groups = shape.stride, shape.padding, shape.dilation, groups
@@ -191,8 +239,11 @@ class Conv2d(ProgramLayer):
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if x.dim() == 3:
             return self.forward(x[None], None if control is None else control[None])[0]
-        composition, padded, padding = self._composed(x, control)
+        composition = self.composition(x, control)
         self._note(composition, x.shape[:1])
+        padded, padding = x, self.padding
+        if self.padding_mode != "zeros":
+            padded, padding = F.pad(x, self._sides, mode=self.padding_mode), 0
         memory, groups = self.memory, self.groups
         window = (self.stride, padding, self.dilation)
         left = memory.left.unflatten(1, (self.in_channels // groups, *self.kernel_size))
@@ -210,27 +261,25 @@ class Conv2d(ProgramLayer):
 
         `program[b].t().view(out_channels, -1, *kernel_size)` is the weight of an `nn.Conv2d`.
         """
-        composition, _, _ = self._composed(x, control)
-        residual = None if self.residual is None else self.residual.flatten(1).t()
-        base = None if self.base is None else self.base.weight.flatten(1).t()
-        return self._programs(composition, residual, base)
+        return self._programs(self.composition(x, control))
 
-    def _composed(self, x: Tensor, control: Tensor | None):
-        """The composition, and x padded as the padding mode asks, with the padding left to do."""
+    def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
+        """The programs of the images in factored form."""
         self._check(x, -3, self.in_channels, "x")
         if control is None:
             if self.controlled:
-                raise ValueError(f"this layer was built with control_features={self.control_features}: "
-                                 f"call it with control=, of shape (batch, {self.control_features})")
+                raise ValueError(
+                    f"this layer was built with control_features={self.control_features}: "
+                    f"call it with control=, of shape (batch, {self.control_features})"
+                )
             control = x.mean((-2, -1))
         self._check(control, -1, self.control_features, "control")
         if control.shape[:-1] != x.shape[:-3]:
             raise ValueError(f"control gives {tuple(control.shape[:-1])} programs for a batch of {tuple(x.shape[:-3])}")
-        composition = self._compose(self._signals(control))
-        if self.padding_mode == "zeros":
-            return composition, x, self.padding
-        return composition, F.pad(x, self._sides, mode=self.padding_mode), _pair(0)
+        return self._compose(self._signals(control.reshape(-1, self.control_features)))
 
     def extra_repr(self) -> str:
-        return (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-                f"padding={self.padding}, groups={self.groups}, {super().extra_repr()}")
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, groups={self.groups}, {super().extra_repr()}"
+        )

@@ -27,6 +27,11 @@ class ProgramMemory(nn.Module):
         gate_weight (3, slots, gate_features), gate_bias (3, slots): in the order of the banks; None without gates.
     """
 
+    left_columns: nn.Parameter | None
+    right_columns: nn.Parameter | None
+    gate_weight: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -39,8 +44,12 @@ class ProgramMemory(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        for name, size in {"in_features": in_features, "out_features": out_features, "slots": slots,
-                           "key_dim": key_dim}.items():
+        for name, size in {
+            "in_features": in_features,
+            "out_features": out_features,
+            "slots": slots,
+            "key_dim": key_dim,
+        }.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         unknown = set(rules.free_keys) - set(BANKS)
@@ -78,7 +87,7 @@ class ProgramMemory(nn.Module):
 
     def orthogonal_banks(self) -> tuple[Tensor, Tensor]:
         """What the orthogonal loss (Eq. 5) looks at: the left and the right bank, with key columns if there are any."""
-        if self.left_columns is None:
+        if self.left_columns is None or self.right_columns is None:
             return self.left, self.right
         return torch.cat((self.left, self.left_columns), 1), torch.cat((self.right, self.right_columns), 1)
 

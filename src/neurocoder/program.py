@@ -47,6 +47,13 @@ class ProgramLayer(Conditional):
     """A layer that composes its weights from a program memory. Use `Linear` or `Conv2d`; `Linear` says what each
     argument means."""
 
+    residual: nn.Parameter | None
+    integration_weight: nn.Parameter | None
+    integration_bias: nn.Parameter | None
+    bias: nn.Parameter | None
+    gain: Tensor
+    base: nn.Linear | nn.Conv2d | None
+
     def __init__(
         self,
         program_in: int,
@@ -70,7 +77,12 @@ class ProgramLayer(Conditional):
         dtype,
     ):
         super().__init__()
-        for name, size in {"slots": slots, "heads": heads, "steps": steps, "control_features": control_features}.items():
+        for name, size in {
+            "slots": slots,
+            "heads": heads,
+            "steps": steps,
+            "control_features": control_features,
+        }.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if not 0 <= least_used <= slots:
@@ -102,7 +114,7 @@ class ProgramLayer(Conditional):
         self.register_parameter("integration_bias", parameter(1, when=own_gate))
         self.register_parameter("bias", parameter(program_out, when=bias))
         self.register_buffer("gain", torch.ones((), **factory))
-        self.base: nn.Module | None = None
+        self.base = None
         initialise.layer(self, memory_too=memory is None)
 
     def _build_controller(self, factory: dict) -> LinearController | LstmController:
@@ -130,7 +142,8 @@ class ProgramLayer(Conditional):
             return own
         if not given.fits(own):
             raise ValueError(
-                f"the given memory has {given.extra_repr()}; this layer needs {own.extra_repr()}, made by the same rules"
+                f"the given memory has {given.extra_repr()}; "
+                f"this layer needs {own.extra_repr()}, made by the same rules"
             )
         return given
 
@@ -138,7 +151,7 @@ class ProgramLayer(Conditional):
         """Initialise anew, the memory included."""
         initialise.layer(self, memory_too=True)
 
-    def adopt(self, base: nn.Module) -> None:
+    def adopt(self, base: nn.Linear | nn.Conv2d) -> None:
         """Keep `base` as a frozen part: y = base(x) + x P_t, which equals base(x) until M_V is trained."""
         self.base = base.requires_grad_(False)
         nn.init.zeros_(self.memory.right)
@@ -198,7 +211,9 @@ class ProgramLayer(Conditional):
             return self._compose(self._signals(control_NC.to(self.memory.left.dtype)))
 
     def _compose(self, signals: Signals) -> Composition:
-        score_MPRN = functional.score(signals.query_MKRN, self.memory.keys().to(signals.query_MKRN.dtype), self.sharpness)
+        score_MPRN = functional.score(
+            signals.query_MKRN, self.memory.keys().to(signals.query_MKRN.dtype), self.sharpness
+        )
         left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
         sigma_RN = functional.singular_values(self.memory.values.to(values.dtype), values, self.rules.order)
         return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))
@@ -216,25 +231,36 @@ class ProgramLayer(Conditional):
         *attention, sigma_RN, residual_N = composition
         left, right, values = (a.permute(2, 1, 0).reshape(*lead, *a.shape[1::-1]) for a in attention)
         sigma = sigma_RN.t().reshape(*lead, len(sigma_RN))
-        self._calls.append(Attention(left, right, values, sigma, None if residual_N is None else residual_N.reshape(lead)))
+        residual = None if residual_N is None else residual_N.reshape(lead)
+        self._record(Attention(left, right, values, sigma, residual))
 
-    def _programs(self, composition: Composition, residual_IO: Tensor | None, base_IO: Tensor | None) -> Tensor:
+    def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
+        """The programs of the inputs in factored form."""
+        raise NotImplementedError
+
+    def _programs(self, composition: Composition) -> Tensor:
         """The dense working programs (N, I, O): for looking and testing."""
         core_NPP = composition.core()
         left, right = self.memory.left.to(core_NPP.dtype), self.memory.right.to(core_NPP.dtype)
         program_NIO = left.t() @ core_NPP @ right * self.gain
-        if residual_IO is not None:
-            program_NIO = program_NIO + composition.residual_N[:, None, None] * residual_IO
-        return program_NIO if base_IO is None else program_NIO + base_IO
+        if composition.residual_N is not None:
+            program_NIO = program_NIO + composition.residual_N[:, None, None] * self.residual.flatten(1).t()
+        return program_NIO if self.base is None else program_NIO + self.base.weight.flatten(1).t()
 
     def _check(self, x: Tensor, axis: int, size: int, what: str) -> None:
         if not x.is_floating_point():
-            raise TypeError(f"nc.{type(self).__name__} takes floating point numbers, got {what} of {x.dtype}: "
-                            f"convert it first, e.g. {what}.float()")
+            raise TypeError(
+                f"nc.{type(self).__name__} takes floating point numbers, got {what} of {x.dtype}: "
+                f"convert it first, e.g. {what}.float()"
+            )
         if x.dim() < -axis or x.shape[axis] != size:
-            raise ValueError(f"nc.{type(self).__name__} expects {what} with {size} features in dimension {axis}, "
-                             f"got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"nc.{type(self).__name__} expects {what} with {size} features in dimension {axis}, "
+                f"got shape {tuple(x.shape)}"
+            )
 
     def extra_repr(self) -> str:
-        return (f"slots={self.slots}, heads={self.heads}, steps={self.steps}, key_dim={self.key_dim}, "
-                f"least_used={self.least_used}, residual={self.residual is not None}, bias={self.bias is not None}")
+        return (
+            f"slots={self.slots}, heads={self.heads}, steps={self.steps}, key_dim={self.key_dim}, "
+            f"least_used={self.least_used}, residual={self.residual is not None}, bias={self.bias is not None}"
+        )

@@ -1,0 +1,26 @@
+# Two commands do everything from an empty machine with Python 3.11 and make: `make demo` and `make test`.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+RUN := .venv/bin
+
+.PHONY: demo test bench clean
+
+demo: .venv/ready  ## train a re-coded network beside its plain twin (under two minutes)
+	$(RUN)/python -m neurocoder_lab.demo
+
+test: .venv/ready  ## style, types and tests
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/pyright
+	$(RUN)/pytest
+
+bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as ratios
+	$(RUN)/python benchmarks/layers.py
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,dev]"
+	touch $@
+
+clean:  ## remove the environment and what tools left behind
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,161 @@
+"""Checkpoints: one safetensors file with the recode recipe in its header. No pickle anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from neurocoder import layers
+from neurocoder.program import ProgramLayer
+from neurocoder.recode import REPLACEABLE, build, rules_from, swap
+from neurocoder.trace import Conditional, conditional_layers, named_modules, unwrap
+
+FORMAT = 1
+KINDS: dict[str, type[Conditional]] = {"Linear": layers.Linear, "Conv2d": layers.Conv2d}
+
+
+def save(model: nn.Module, file: str | os.PathLike) -> None:
+    """Write every tensor of the model, and how its layers were re-coded, to one safetensors file.
+
+    The file appears whole or not at all. Tensors that several names share are written once.
+    """
+    model = unwrap(model)
+    tensors, aliases = _distinct(model.state_dict())
+    header = {"format": FORMAT, "layers": _recipe(model), "aliases": aliases}
+    path = Path(file)
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
+        pass
+    try:
+        save_file(tensors, temporary.name, metadata={"neurocoder": json.dumps(header)})
+        os.replace(temporary.name, path)
+    except BaseException:
+        Path(temporary.name).unlink(missing_ok=True)
+        raise
+
+
+def load(model: nn.Module, file: str | os.PathLike) -> nn.Module:
+    """Fill `model` from a file written by `save`, re-coding its plain layers first where the file says so.
+
+    The model is changed only once the file has proved to fit it. Returns the model.
+    """
+    header, tensors = _read(Path(file))
+    plain = unwrap(model)
+    modules = dict(named_modules(plain))
+    replacements: dict[nn.Module, nn.Module] = {}
+    memories: dict[str, nn.Module] = {}
+    for entry in header["layers"]:
+        name = entry["name"]
+        old = modules.get(name)
+        if isinstance(old, Conditional) and _entry(name, old, {}) == entry | {"memory": None}:
+            new = old
+        elif isinstance(old, REPLACEABLE):
+            new = replacements[old] = _rebuild(old, entry, memories)
+        else:
+            found = "nothing" if old is None else f"{type(old).__name__} with other options"
+            raise ValueError(f"{file}: its recipe re-codes {name!r}, where this model has {found}")
+        if entry["memory"]:
+            memories.setdefault(entry["memory"], new.memory)
+    swap(plain, replacements)
+    try:
+        _fill(plain, tensors, header["aliases"], file)
+    except BaseException:
+        swap(plain, {new: old for old, new in replacements.items()})
+        raise
+    return model
+
+
+def _recipe(model: nn.Module) -> list[dict[str, Any]]:
+    shared: dict[nn.Module, str] = {}
+    counts: dict[nn.Module, int] = {}
+    found = [*conditional_layers(model)]
+    for _, layer in found:
+        if isinstance(layer, ProgramLayer):
+            counts[layer.memory] = counts.get(layer.memory, 0) + 1
+    for name, layer in found:
+        if isinstance(layer, ProgramLayer) and counts[layer.memory] > 1:
+            shared.setdefault(layer.memory, name)
+    return [_entry(name, layer, shared) for name, layer in found]
+
+
+def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[str, Any]:
+    kind = type(layer).__name__
+    if KINDS.get(kind) is not type(layer):
+        raise TypeError(
+            f"{name} is a {kind}, a layer this library cannot rebuild from a file; it knows {', '.join(KINDS)}"
+        )
+    entry = {
+        "name": name,
+        "layer": kind,
+        "options": layer.options(),
+        "base": "replace" if getattr(layer, "base", None) is None else "frozen",
+        "memory": shared.get(getattr(layer, "memory", None)),
+    }
+    return json.loads(json.dumps(entry))
+
+
+def _rebuild(old: nn.Module, entry: dict[str, Any], memories: dict[str, nn.Module]) -> Conditional:
+    if entry["layer"] not in KINDS:
+        raise ValueError(f"unknown layer {entry['layer']!r} in the recipe; this version knows {', '.join(KINDS)}")
+    options = rules_from(entry["options"])
+    if entry["memory"] in memories:
+        options = options | {"memory": memories[entry["memory"]]}
+    return build(old, KINDS[entry["layer"]], entry["base"], options)
+
+
+def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple, str] = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if place in first:
+            aliases[name] = first[place]
+        else:
+            first[place] = name
+            tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensors, aliases
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get("neurocoder")
+            if header is None:
+                raise ValueError(f"{path}: a safetensors file, but not one written by nc.save: it holds no recipe")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file, cut short or of another kind ({error})") from None
+    try:
+        header = json.loads(header)
+        known = header["format"] == FORMAT and {"layers", "aliases"} <= header.keys()
+    except (ValueError, TypeError, KeyError):
+        known = False
+    if not known:
+        raise ValueError(f"{path}: its recipe is of another version; this one reads format {FORMAT}")
+    return header, tensors
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str], file: Any) -> None:
+    tensors = tensors | {alias: tensors[name] for alias, name in aliases.items() if name in tensors}
+    own = model.state_dict()
+    problems = [f"{name} is missing in the file" for name in own.keys() - tensors.keys()]
+    problems += [f"{name} is not in the model" for name in tensors.keys() - own.keys()]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)} in the file and {tuple(tensor.shape)} in the model"
+        for name, tensor in own.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{file} does not fit the model: {'; '.join(sorted(problems)[:5])}{more}")
+    model.load_state_dict(tensors)

@@ -1,0 +1,1 @@
+"""The laboratory: experiments with stored neural programs. It imports the library, never the other way round."""
