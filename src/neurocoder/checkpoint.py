@@ -137,11 +137,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path}: not a whole safetensors file, cut short or of another kind ({error})") from None
     try:
         header = json.loads(header)
-        known = header["format"] == FORMAT and {"layers", "aliases"} <= header.keys()
+        known = header["format"] == FORMAT
     except (ValueError, TypeError, KeyError):
         known = False
     if not known:
         raise ValueError(f"{path}: its recipe is of another version; this one reads format {FORMAT}")
+    fields = {"name": str, "layer": str, "options": dict, "base": str, "memory": str | None}
+    try:
+        whole = all(isinstance(entry[field], kind) for entry in header["layers"] for field, kind in fields.items())
+        whole = whole and all(isinstance(name, str) for pair in header["aliases"].items() for name in pair)
+    except (TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: its recipe is malformed")
     return header, tensors
 
 

@@ -8,6 +8,7 @@ Shapes (a name's suffix spells them; rows come last, so that every reduction run
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +69,13 @@ class Rules:
             key_columns=True,
             initialisation="xavier",
         )
+
+
+def full_precision(x: Tensor) -> AbstractContextManager:
+    """No autocast inside: attention is never computed in half precision."""
+    kind = x.device.type
+    in_force = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if in_force else nullcontext()
 
 
 def score(query_MKRN: Tensor, key_MPK: Tensor, sharpness: float) -> Tensor:

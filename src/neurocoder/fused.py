@@ -60,7 +60,8 @@ class _Compose(torch.autograd.Function):
         unit, scale = _unit(query, 1)
         sharp = _unit(key, 2)[0].mul_(sharpness)
         score_MPX = torch.bmm(sharp, unit.flatten(2))
-        score_JPMHN = score_MPX.view(3, key.shape[1], -1, heads, query.shape[3]).permute(2, 1, 0, 3, 4)
+        shape_MPJHN = (3, key.shape[1], query.shape[2] // heads, heads, query.shape[3])
+        score_JPMHN = score_MPX.view(shape_MPJHN).permute(2, 1, 0, 3, 4)
         if sharpness > _SAFE:
             score_JPMHN = score_JPMHN - score_JPMHN.amax(1, keepdim=True)
         content = torch.exp(score_JPMHN, out=score_MPX.new_empty(score_JPMHN.shape))
@@ -99,7 +100,8 @@ class _Compose(torch.autograd.Function):
             plain, given = _plain(ctx, query, key, gate, read, values)
             d_query, d_key, d_read, d_values, *d_gate = torch.func.vjp(plain, *given)[1]((d_part, d_sigma))
             return d_query, d_key, *(d_gate or [None]), d_read, d_values, None, None, None, None
-        grads = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept, ctx.heads, ctx.sharpness)
+        with functional.full_precision(d_part):
+            grads = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept, ctx.heads, ctx.sharpness)
         return *grads, None, None, None, None
 
     @staticmethod

@@ -1,9 +1,12 @@
 """How a layer starts (docs/paper.md, "Initialisation"; benchmarks/initialisation.py measures it).
 
 - Singular vectors start orthonormal (unit rows where slots outnumber columns), singular terms around 1.
-- Keys start as well-spread directions, so that slots are told apart and components differ from the first step on.
-- A fixed `gain` on the composed program gives a fresh layer the output variance of a fresh `nn.Linear`; with a
-  residual program the residual carries that variance and the composed part starts small beside it.
+- Keys start as well-spread directions, so that slots are told apart.
+- The recurrent controller starts forgetful, with open gates and a strong recurrence of its candidate: queries of
+  successive steps then differ, and with them the components of a program.
+- The slot gates start open: content decides first, usage as far as training finds it useful.
+- A fixed `gain` on the composed program gives a fresh layer the output variance of a fresh `nn.Linear`. With a
+  residual program, that one carries the variance and the composed part starts small beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from neurocoder.controller import LstmController
+from neurocoder.controller import LinearController, LstmController
 from neurocoder.memory import BANKS, ProgramMemory
 
 if TYPE_CHECKING:
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
 
 _UNIT_TERM = log(torch.e - 1)  # softplus of it is 1
 _SPREAD = 0.5  # of the singular terms
-_RESIDUAL_OPEN = 2.0  # sigmoid(2) = 0.88 of the residual program passes
+_OPEN = 2.0  # sigmoid(2) = 0.88: of the residual program, of content attention, of the controller's own gates
 _COMPOSED_BESIDE_RESIDUAL = 0.1  # its share of a fresh nn.Linear's variance
-_RECURRENT_GAIN = 3.0
+_INPUT_STD = 0.5  # of the recurrent controller's signal from standard normal input
+_RECURRENT_GAIN = 8.0  # of the candidate's orthogonal recurrence, for one head; several heads differ by themselves
 _PROBES = 256
 
 
@@ -39,7 +43,7 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
             nn.init.uniform_(parameter, -1 / sqrt(fan_in), 1 / sqrt(fan_in))
     if layer.integration_weight is not None:
         nn.init.zeros_(layer.integration_weight)
-        nn.init.constant_(layer.integration_bias, _RESIDUAL_OPEN)
+        nn.init.constant_(layer.integration_bias, _OPEN)
     authors = layer.rules.initialisation == "xavier"
     if memory_too:
         (_memory_xavier if authors else _memory)(layer.memory)
@@ -70,64 +74,73 @@ def _memory(memory: ProgramMemory) -> None:
         else:  # orthonormal rows: the network returns exactly these keys
             weight.copy_(keys.t() @ getattr(memory, bank).to(keys.dtype))
             nn.init.zeros_(bias)
-    _gates(memory)
+    _gates(memory, _OPEN)
     for columns in (memory.left_columns, memory.right_columns):
         if columns is not None:
             nn.init.zeros_(columns)
 
 
-def _gates(memory: ProgramMemory) -> None:
+def _gates(memory: ProgramMemory, bias: float) -> None:
     if memory.gate_weight is not None:
         bound = 1 / sqrt(memory.gate_features)
         nn.init.uniform_(memory.gate_weight, -bound, bound)
-        nn.init.zeros_(memory.gate_bias)
+        nn.init.constant_(memory.gate_bias, bias)
 
 
 def _memory_xavier(memory: ProgramMemory) -> None:
-    for bank, columns in (
-        (memory.left, memory.left_columns),
-        (memory.right, memory.right_columns),
-        (memory.values[:, None], memory.values_keys),
-    ):
-        rows = torch.empty(memory.slots, bank.shape[1] + (0 if columns is None else columns.shape[1]))
-        nn.init.xavier_uniform_(rows)
-        bank.copy_(rows[:, : bank.shape[1]])
-        if columns is not None:
-            columns.copy_(rows[:, bank.shape[1] :])
+    """A slot's vector, its key columns and its free key as one row of one matrix, as in the authors' code."""
+    for bank in BANKS:
+        vectors = memory.values[:, None] if bank == "values" else getattr(memory, bank)
+        parts = [vectors, getattr(memory, f"{bank}_columns", None), getattr(memory, f"{bank}_keys")]
+        parts = [part for part in parts if part is not None]
+        rows = nn.init.xavier_uniform_(torch.empty(memory.slots, sum(part.shape[1] for part in parts)))
+        for part, columns in zip(parts, rows.split([part.shape[1] for part in parts], 1), strict=True):
+            part.copy_(columns)
     for bank in BANKS:
         weight, bias = getattr(memory, f"{bank}_key_weight"), getattr(memory, f"{bank}_key_bias")
         if weight is not None:
             bound = 1 / sqrt(weight.shape[1])
             nn.init.uniform_(weight, -bound, bound)
             nn.init.uniform_(bias, -bound, bound)
-    _gates(memory)
+    _gates(memory, 0.0)
 
 
-def _controller(controller: nn.Module, authors: bool) -> None:
-    if not isinstance(controller, LstmController):
-        bound = 1 / sqrt(controller.weight.shape[1])
-        if authors:
-            nn.init.xavier_uniform_(controller.weight)
-            nn.init.normal_(controller.bias, std=0.01)
-        else:
-            nn.init.uniform_(controller.weight, -bound, bound)
-            nn.init.uniform_(controller.bias, -bound, bound)
-        return
-    units = controller.units
-    nn.init.zeros_(controller.bias)
-    if controller.recurrent_bias is not None:
-        nn.init.zeros_(controller.recurrent_bias)
-        nn.init.normal_(controller.state, std=0.05)
-    bound = 5 / sqrt(controller.weight.shape[1] + units)
-    if authors:
-        nn.init.uniform_(controller.weight, -bound, bound)
-        nn.init.uniform_(controller.recurrent, -bound, bound)
+def _controller(controller: LinearController | LstmController, authors: bool) -> None:
+    columns = controller.weight.shape[1]
+    if isinstance(controller, LstmController):
+        (_lstm_authors if authors else _lstm)(controller, columns)
+    elif authors:
+        nn.init.xavier_uniform_(controller.weight)
+        nn.init.normal_(controller.bias, std=0.01)
     else:
-        nn.init.normal_(controller.weight, std=1 / sqrt(controller.weight.shape[1]))
-        for block in [] if controller.recurrent is None else controller.recurrent.chunk(4):
-            block.copy_(_RECURRENT_GAIN * _spread((units, units), block.device))
+        for parameter in (controller.weight, controller.bias):
+            nn.init.uniform_(parameter, -1 / sqrt(columns), 1 / sqrt(columns))
+
+
+def _lstm(controller: LstmController, columns: int) -> None:
+    units = controller.units
+    nn.init.normal_(controller.weight, std=_INPUT_STD / sqrt(columns))
+    inward, forget, outward, candidate = controller.bias.chunk(4)
+    for bias, value in ((inward, _OPEN), (forget, -_OPEN), (outward, _OPEN), (candidate, 0.0)):
+        nn.init.constant_(bias, value)
+    if controller.recurrent is not None:
+        nn.init.zeros_(controller.recurrent)
+        gain = _RECURRENT_GAIN / sqrt(controller.heads)
+        controller.recurrent[3 * units :].copy_(gain * _spread((units, units), controller.weight.device))
     if controller.query is not None:
         nn.init.uniform_(controller.query, -1 / sqrt(units), 1 / sqrt(units))
+    if controller.state is not None and controller.recurrent_bias is not None:
+        nn.init.normal_(controller.state, std=0.05)
+        nn.init.zeros_(controller.recurrent_bias)
+
+
+def _lstm_authors(controller: LstmController, columns: int) -> None:
+    _lstm(controller, columns)
+    bound = 5 / sqrt(columns + controller.units)
+    nn.init.uniform_(controller.weight, -bound, bound)
+    nn.init.zeros_(controller.bias)
+    if controller.recurrent is not None:
+        nn.init.uniform_(controller.recurrent, -bound, bound)
 
 
 def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
@@ -137,12 +150,21 @@ def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
 
 
 def _calibrate(layer: ProgramLayer) -> None:
-    """Set `gain` so that standard normal input gives the variance of a fresh nn.Linear, one third."""
+    """Set `gain`, and the scale of a residual program, to give standard normal input a fresh nn.Linear's variance.
+
+    That variance is one third. The probes have a generator of their own: they take nothing from the global one.
+    """
     generator = torch.Generator(layer.gain.device).manual_seed(0)
     control = torch.randn(_PROBES, layer.control_features, generator=generator, device=layer.gain.device)
-    core_NPP = layer.compose(control).core()
+    composition = layer.compose(control.to(layer.gain.dtype))
+    core_NPP = composition.core()
     left, right = (bank.to(core_NPP.dtype) for bank in (layer.memory.left, layer.memory.right))
     squared_N = ((left @ left.t() @ core_NPP) * (core_NPP @ (right @ right.t()))).sum((1, 2))
-    variance = squared_N.mean() / layer.memory.out_features
-    wanted = (1.0 if layer.residual is None else _COMPOSED_BESIDE_RESIDUAL) / 3
-    layer.gain.copy_((wanted / variance).sqrt())
+    # Where slots outnumber columns, vectors may cancel by chance: that is no reason for a huge gain.
+    squared_N = squared_N.clamp_min(0.01 * core_NPP.square().sum((1, 2)))
+    wanted = layer.memory.out_features / 3
+    if layer.residual is not None and composition.residual_N is not None:
+        share = (1 - _COMPOSED_BESIDE_RESIDUAL) / composition.residual_N.square().mean()
+        layer.residual.mul_(share.sqrt())
+        wanted = wanted * _COMPOSED_BESIDE_RESIDUAL
+    layer.gain.copy_((wanted / squared_N.mean()).sqrt())

@@ -37,6 +37,8 @@ def freeze(layer: ProgramLayer, x: Tensor, control: Tensor | None = None) -> nn.
     """
     if not isinstance(layer, ProgramLayer):
         raise TypeError(f"freeze takes an nc.Linear or nc.Conv2d, got a {type(layer).__name__}")
+    if getattr(layer, "before", None) is not None:
+        raise TypeError("this layer does more than a convolution, see its `before`: no plain layer can hold it")
     composition = layer.composition(x, control)
     core_NPP, residual_N = composition.core(), composition.residual_N
     if not len(core_NPP):

@@ -6,13 +6,13 @@ Shapes: see `neurocoder.functional`; Y rows of x, of which X share each of the N
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder import fused
+from neurocoder import functional, fused
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.program import Composition, ProgramLayer
@@ -30,7 +30,8 @@ class Linear(ProgramLayer):
         least_used: how many slots usage-based attention considers (l_I). It acts from the second step on, since usage
             is empty in the first; 0 turns it off, and the gates with it.
         residual: add the residual program R and its gate.
-        sharpness: factor on the cosine similarities of content attention.
+        sharpness: factor on the cosine similarities of content attention; by default 3 for keys of length 5, growing
+            with the root of key_dim.
         controller: "linear" (default for one step); "lstm" (default for several), with 3 * heads * key_dim + 1 units
             whose output is the queries; or a number of units of an LSTM whose state is mapped to the queries.
         control_features: width of `control`, where the controller looks at something other than x.
@@ -68,7 +69,7 @@ class Linear(ProgramLayer):
             in_features,
             out_features,
             (out_features, in_features),
-            in_features if control_features is None else control_features,
+            (control_features, in_features),
             bias,
             slots=slots,
             heads=heads,
@@ -85,47 +86,47 @@ class Linear(ProgramLayer):
             dtype=dtype,
         )
         self.in_features, self.out_features = in_features, out_features
-        self.controlled = control_features is not None
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"control_features": self.control_features if self.controlled else None}
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         lead, x_YI, control_NC = self._arrange(x, control)
-        memory = self.memory
-        if len(control_NC) == len(x_YI) and self._calls is None:
-            signals = self._signals(control_NC, memory.left if control is None else None)
-            read_PN = signals.read_PN if control is None else (memory.left @ x_YI.t()).to(signals.query_MKRN.dtype)
-            part_PN, sigma_RN = fused.compose_rows(
-                signals.query_MKRN,
-                memory.keys().to(read_PN.dtype),
-                signals.gate,
-                read_PN,
-                memory.values.to(read_PN.dtype),
-                self.heads,
-                self.least_used,
-                self.sharpness,
-                self.rules,
-            )
-            part_YP, residual_N = part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
+        if lead == x.shape[:-1] and self._calls is None:
+            part_YP, residual_Y = self._by_row(x_YI, None if control is None else control_NC)
         else:
-            composition = self._compose(self._signals(control_NC))
-            self._note(composition, lead)
-            read_NXP = F.linear(x_YI, memory.left).unflatten(0, (len(control_NC), -1))
-            part_YP = torch.bmm(read_NXP, composition.core().to(read_NXP.dtype)).flatten(0, 1)
-            residual_N = composition.residual_N
-        part_YP = (part_YP * self.gain).to(x_YI.dtype)
-        y = part_YP @ memory.right if self.bias is None else torch.addmm(self.bias, part_YP, memory.right)
-        if residual_N is not None:
-            scale_Y = residual_N.repeat_interleave(len(x_YI) // max(len(residual_N), 1)).to(x_YI.dtype)
-            y = torch.addmm(y, x_YI * scale_Y[:, None], self.residual.t())
+            part_YP, residual_Y = self._by_group(x_YI, control_NC, lead)
+        part_YP, right = (part_YP * self.gain).to(x_YI.dtype), self.memory.right
+        y = part_YP @ right if self.bias is None else torch.addmm(self.bias, part_YP, right)
+        if self.residual is not None:
+            y = torch.addmm(y, x_YI * residual_Y[:, None].to(x_YI.dtype), self.residual.t())
         if self.base is not None:
             y = y + self.base(x_YI)
         return y.reshape(*x.shape[:-1], self.out_features)
 
+    def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Each row has its own program: the fast path. Before the right programs (Y, P), and the residual's scale."""
+        memory = self.memory
+        signals = self._signals(x_YI, memory.left) if control_YC is None else self._signals(control_YC)
+        dtype = signals.query_MKRN.dtype
+        read_PN = (memory.left @ x_YI.t()).to(dtype) if signals.read_PN is None else signals.read_PN
+        with functional.full_precision(x_YI):
+            part_PN, sigma_RN = fused.compose_rows(
+                signals.query_MKRN, memory.keys().to(dtype), signals.gate, read_PN, memory.values.to(dtype),
+                self.heads, self.least_used, self.sharpness, self.rules,
+            )  # fmt: skip
+            return part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
+
+    def _by_group(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Rows share programs, or somebody wants to see them."""
+        composition = self.compose(control_NC)
+        self._note(composition, lead)
+        core_NPP, groups = composition.core(), control_NC.shape[0]
+        read_NXP = F.linear(x_YI, self.memory.left).reshape(groups, -1 if groups else 0, self.slots)
+        part_YP = torch.bmm(read_NXP, core_NPP.to(read_NXP.dtype)).flatten(0, 1)
+        residual_N = composition.residual_N
+        return part_YP, None if residual_N is None else residual_N[:, None].expand(read_NXP.shape[:2]).flatten()
+
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
-        return self._compose(self._signals(self._arrange(x, control)[2]))
+        return self.compose(self._arrange(x, control)[2])
 
     def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """The dense working program of each input, (..., in_features, out_features): y = x @ program + bias.
@@ -162,7 +163,8 @@ class Conv2d(ProgramLayer):
     """A convolution whose kernel is composed for each image, in three factors: a convolution with the left programs,
     a mix for each image, a 1x1 convolution with the right programs.
 
-    The controller sees the global average of the input channels, or `control` (B, control_features).
+    The controller sees the global average of the input channels, or `control` (B, control_features). A module in
+    `before` is applied to the input first: `recode` keeps there what a replaced layer did, such as padding of its own.
 
     Args:
         in_channels ... padding_mode: as in `nn.Conv2d`.
@@ -213,7 +215,7 @@ class Conv2d(ProgramLayer):
             prod(shape.weight.shape[1:]),
             out_channels,
             tuple(shape.weight.shape),
-            in_channels if control_features is None else control_features,
+            (control_features, in_channels),
             bias,
             slots=slots,
             heads=heads,
@@ -232,18 +234,16 @@ class Conv2d(ProgramLayer):
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, shape.kernel_size
         self.stride, self.padding, self.dilation, self.groups = shape.stride, shape.padding, shape.dilation, groups
         self.padding_mode, self._sides = padding_mode, shape._reversed_padding_repeated_twice
-        self.controlled = control_features is not None
-
-    options = Linear.options
+        self.before: nn.Module | None = None
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if x.dim() == 3:
             return self.forward(x[None], None if control is None else control[None])[0]
         composition = self.composition(x, control)
         self._note(composition, x.shape[:1])
-        padded, padding = x, self.padding
+        padded, padding = x if self.before is None else self.before(x), self.padding
         if self.padding_mode != "zeros":
-            padded, padding = F.pad(x, self._sides, mode=self.padding_mode), 0
+            padded, padding = F.pad(padded, self._sides, mode=self.padding_mode), 0
         memory, groups = self.memory, self.groups
         window = (self.stride, padding, self.dilation)
         left = memory.left.unflatten(1, (self.in_channels // groups, *self.kernel_size))
@@ -276,7 +276,7 @@ class Conv2d(ProgramLayer):
         self._check(control, -1, self.control_features, "control")
         if control.shape[:-1] != x.shape[:-3]:
             raise ValueError(f"control gives {tuple(control.shape[:-1])} programs for a batch of {tuple(x.shape[:-3])}")
-        return self._compose(self._signals(control.reshape(-1, self.control_features)))
+        return self.compose(control.reshape(-1, self.control_features))
 
     def extra_repr(self) -> str:
         return (

@@ -6,6 +6,7 @@ Shapes: see `neurocoder.functional`.
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import sqrt
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.trace import Attention, Conditional
 
-DEFAULT_SHARPNESS = 3.0
+DEFAULT_SHARPNESS = 3.0  # at the default key_dim; the cosines of random directions shrink with its root
 
 
 class Signals(NamedTuple):
@@ -59,7 +60,7 @@ class ProgramLayer(Conditional):
         program_in: int,
         program_out: int,
         residual_shape: tuple[int, ...],
-        control_features: int,
+        control: tuple[int | None, int],
         bias: bool,
         *,
         slots: int,
@@ -77,12 +78,10 @@ class ProgramLayer(Conditional):
         dtype,
     ):
         super().__init__()
-        for name, size in {
-            "slots": slots,
-            "heads": heads,
-            "steps": steps,
-            "control_features": control_features,
-        }.items():
+        given, own = control  # the width asked for, and that of the input
+        self.controlled, control_features = given is not None, own if given is None else given
+        sizes = {"slots": slots, "heads": heads, "steps": steps, "key_dim": key_dim}
+        for name, size in (sizes | {"control_features": control_features}).items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if not 0 <= least_used <= slots:
@@ -92,7 +91,8 @@ class ProgramLayer(Conditional):
         if compat and rules:
             raise ValueError("compat and rules both choose the rules: give one of them")
         if sharpness is None:
-            sharpness = DEFAULT_SHARPNESS if compat is None else 10.0 if steps > 1 else 1.0
+            default = DEFAULT_SHARPNESS * sqrt(key_dim / 5)
+            sharpness = default if compat is None else 10.0 if steps > 1 else 1.0
         if not 0 < sharpness < float("inf"):
             raise ValueError(f"sharpness must be a positive number, got {sharpness}")
         self.rules = Rules.authors(steps) if compat else rules or Rules()
@@ -162,6 +162,7 @@ class ProgramLayer(Conditional):
             "residual": self.residual is not None,
             "controller": self.controller_kind,
             "rules": asdict(self.rules),
+            "control_features": self.control_features if self.controlled else None,
         }
 
     def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None) -> Signals:
@@ -178,16 +179,18 @@ class ProgramLayer(Conditional):
         }
         weights = {name: weight for name, weight in weights.items() if weight is not None}
         product_XN = torch.cat([*weights.values()]) @ control_NC.t()
-        dtype = torch.promote_types(own_dtype, torch.float32)  # attention is never computed in half precision
-        parts = product_XN.to(dtype).split([len(weight) for weight in weights.values()])
-        signal = dict(zip(weights, parts, strict=True))
-        query_MKRN, state_UJN = self.controller(signal["query"] + self.controller.bias.to(dtype)[:, None])
-        opening_N = None
-        if "opening" in signal:
-            opening_N = signal["opening"][0] + self.integration_bias.to(dtype)
-        elif self.residual is not None:
-            opening_N = state_UJN[-1, -1]
-        return Signals(query_MKRN, self._gate(signal.get("gate"), state_UJN), opening_N, signal.get("read"))
+        dtype = torch.promote_types(own_dtype, torch.float32)
+        with functional.full_precision(control_NC):
+            parts = product_XN.to(dtype).split([len(weight) for weight in weights.values()])
+            signal = dict(zip(weights, parts, strict=True))
+            query_MKRN, state_UJN = self.controller(signal["query"] + self.controller.bias.to(dtype)[:, None])
+            opening_N = None
+            if "opening" in signal:
+                opening_N = signal["opening"][0] + self.integration_bias.to(dtype)
+            elif self.residual is not None:
+                opening_N = state_UJN[-1, -1]
+            gate = self._gate(signal.get("gate"), state_UJN)
+        return Signals(query_MKRN, gate, opening_N, signal.get("read"))
 
     def _gated_by(self, what: str) -> bool:
         return self.memory.gate_weight is not None and self.rules.gate == what
@@ -207,16 +210,13 @@ class ProgramLayer(Conditional):
 
     def compose(self, control_NC: Tensor) -> Composition:
         """Attend to the memory for each row of the control (Eq. 8 to 15)."""
-        with torch.autocast(control_NC.device.type, enabled=False):
-            return self._compose(self._signals(control_NC.to(self.memory.left.dtype)))
-
-    def _compose(self, signals: Signals) -> Composition:
-        score_MPRN = functional.score(
-            signals.query_MKRN, self.memory.keys().to(signals.query_MKRN.dtype), self.sharpness
-        )
-        left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
-        sigma_RN = functional.singular_values(self.memory.values.to(values.dtype), values, self.rules.order)
-        return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))
+        signals = self._signals(control_NC)
+        dtype = signals.query_MKRN.dtype
+        with functional.full_precision(control_NC):
+            score_MPRN = functional.score(signals.query_MKRN, self.memory.keys().to(dtype), self.sharpness)
+            left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
+            sigma_RN = functional.singular_values(self.memory.values.to(dtype), values, self.rules.order)
+            return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))
 
     def _residual_scale(self, opening_N: Tensor | None, sigma_RN: Tensor) -> Tensor | None:
         """The multiplier of the residual program (Eq. 15): its gate times the smallest singular value."""

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from math import prod, sqrt
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,17 +91,23 @@ def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str
     new = layer(**{name: getattr(old, name) for name in names}, **options)
     if base == "frozen":
         new.adopt(old)
+    if isinstance(new, Conv2d):
+        new.before = _before(old)
     return new.train(old.training)
 
 
 def swap(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
     """Put each new module wherever the old one stands."""
-    for owner in [*unwrap(model).modules()]:
+    owners = [*unwrap(model).modules()]
+    for owner in owners:
         for name, child in owner._modules.items():
             if child in replacements and owner is not replacements[child]:
                 owner._modules[name] = replacements[child]
                 if isinstance(owner, nn.TransformerEncoderLayer):
-                    owner.activation_relu_or_gelu = 0  # its fast path would read linear1.weight: turn that path off
+                    owner.activation_relu_or_gelu = 0  # its fast path reads linear1.weight: turn that path off
+    for encoder in owners:
+        if isinstance(encoder, nn.TransformerEncoder):  # and so does that of the encoder around it
+            encoder.use_nested_tensor &= all(getattr(layer, "activation_relu_or_gelu", 1) for layer in encoder.layers)
 
 
 def _choose(model: nn.Module, where: Where) -> dict[str, nn.Module]:
@@ -147,9 +154,39 @@ def _refuse(name: str, module: nn.Module, owner: nn.Module, uses: dict[nn.Parame
         )
     if isinstance(module.weight, nn.parameter.UninitializedParameter):
         raise TypeError(f"{name} is lazy and has no shape yet: run the model once before recoding it")
+    if not _does_as_its_type(module):
+        raise TypeError(
+            f"{name} is a {type(module).__name__} with a forward of its own that a re-coded layer would not "
+            f"repeat: put a plain {'nn.Linear' if isinstance(module, nn.Linear) else 'nn.Conv2d'} there first"
+        )
     others = uses[module.weight] - {name}
     if others:
         raise ValueError(f"the weight of {name} is also that of {', '.join(sorted(others))}: untie them first")
+
+
+def _before(old: nn.Module) -> nn.Module | None:
+    """What a layer applies to its input first; None for the plain nn.Linear and nn.Conv2d."""
+    plain = type(old).forward in (nn.Linear.forward, nn.Conv2d.forward)
+    children = [*old.children()]
+    return None if plain or not children else nn.Sequential(*children)
+
+
+@torch.no_grad()
+def _does_as_its_type(old: nn.Module) -> bool:
+    """Whether a subclass with a forward of its own computes a plain layer after its children, tried on random input."""
+    if type(old).forward in (nn.Linear.forward, nn.Conv2d.forward):
+        return True
+    if old.weight.is_meta:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, old.in_features) if isinstance(old, nn.Linear) else (2, old.in_channels, 33, 32)
+    x = torch.randn(shape, generator=generator).to(old.weight)
+    try:
+        plain = nn.Linear.forward if isinstance(old, nn.Linear) else nn.Conv2d.forward
+        before = _before(old)
+        return torch.allclose(plain(old, x if before is None else before(x)), old(x), rtol=1e-4, atol=1e-5)
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _uses(model: nn.Module) -> dict[nn.Parameter, set[str]]:

@@ -1,0 +1,150 @@
+"""Slow twins: the paper's equations as loops over inputs, steps, heads and slots. To be read beside the paper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import neurocoder as nc
+from neurocoder.controller import LstmController
+
+BANKS = ("left", "right", "values")
+
+
+def linear(layer: nc.Linear, x: Tensor, control: Tensor | None = None) -> Tensor:
+    """What `layer(x, control)` must give; a control row serves all rows of x that begin with its index."""
+    control = x if control is None else control
+    rows = x.reshape(-1, layer.in_features)
+    programs = [program(layer, c)[0] for c in control.reshape(-1, layer.control_features)]
+    share = len(rows) // max(len(programs), 1)
+    outputs = [row @ programs[n // share] for n, row in enumerate(rows)]
+    y = torch.stack(outputs).reshape(*x.shape[:-1], layer.out_features)
+    if layer.bias is not None:
+        y = y + layer.bias
+    return y if layer.base is None else y + layer.base(x)
+
+
+def conv2d(layer: nc.Conv2d, x: Tensor) -> Tensor:
+    """One ordinary convolution an image, with that image's kernel."""
+    outputs = []
+    for image in x:
+        weight = program(layer, image.mean((1, 2)))[0].t().reshape(layer.out_channels, -1, *layer.kernel_size)
+        padding, padded = layer.padding, image[None]
+        if layer.padding_mode != "zeros":
+            high, wide = layer.padding
+            padded, padding = F.pad(padded, (wide, wide, high, high), mode=layer.padding_mode), 0
+        outputs.append(F.conv2d(padded, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)[0])
+    return torch.stack(outputs)
+
+
+def program(layer, control: Tensor) -> tuple[Tensor, dict[str, list[list[Tensor]]], list[Tensor]]:
+    """The working program W_t (in, out) of one control vector, with its attention [n][i] and singular values [n]."""
+    memory, rules = layer.memory, layer.rules
+    queries, states = compose_queries(layer, control)
+    attention = {
+        bank: attend(layer, m, bank, [step[m] for step in queries], control, states) for m, bank in enumerate(BANKS)
+    }
+    components = range(layer.steps * layer.heads)
+    slots = range(layer.slots)
+    u = [sum(attention["left"][n][i] * memory.left[i] for i in slots) for n in components]  # Eq. 6
+    v = [sum(attention["right"][n][i] * memory.right[i] for i in slots) for n in components]  # Eq. 7
+    terms = [F.softplus(sum(attention["values"][n][i] * memory.values[i] for i in slots)) for n in components]
+    sigma: list[Tensor] = [terms[0]] * len(terms)
+    if rules.order == "descending":  # Eq. 8
+        sigma[-1] = terms[-1]
+        for n in reversed(components[:-1]):
+            sigma[n] = sigma[n + 1] + terms[n]
+    else:
+        sums = [sum(terms[: n + 1], torch.zeros_like(terms[0])) for n in components]
+        sigma = sums[::-1] if rules.order == "first" else sums
+    working = layer.gain * sum(sigma[n] * torch.outer(u[n], v[n]) for n in components)  # Eq. 4
+    if layer.residual is not None:  # Eq. 15
+        if rules.integration == "lstm":
+            opening = states[-1][-1]
+        else:
+            opening = layer.integration_weight[0] @ control + layer.integration_bias[0]
+        smallest = sigma[0] if rules.order == "ascending" else sigma[-1]
+        working = working + opening.sigmoid() * smallest * layer.residual.flatten(1).t()
+    return working, attention, sigma
+
+
+def compose_queries(layer, control: Tensor) -> tuple[list, list[Tensor]]:
+    """Eq. 9: queries [j][memory][h], each (key_dim,), and the controller's state of each step."""
+    controller, steps, heads, size = layer.controller, layer.steps, layer.heads, layer.key_dim
+    signal = controller.weight @ control + controller.bias
+    if not isinstance(controller, LstmController):
+        by = signal.reshape(3, size, steps, heads)
+        return [[[by[m, :, j, h] for h in range(heads)] for m in range(3)] for j in range(steps)], []
+    units = controller.units
+    state = cell = torch.zeros(units, dtype=control.dtype)
+    if controller.state is not None:
+        state, cell = controller.state
+        signal = signal + controller.recurrent_bias
+    queries, states = [], []
+    for _ in range(steps):
+        total = signal if controller.recurrent is None else signal + controller.recurrent @ state
+        i, f, o, g = (total[k * units : (k + 1) * units] for k in range(4))
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        state = o.sigmoid() * cell.tanh()
+        said = (state if controller.query is None else controller.query @ state)[: 3 * size * heads]
+        by = said.reshape(3, size, heads)
+        queries.append([[by[m, :, h] for h in range(heads)] for m in range(3)])
+        states.append(state)
+    return queries, states
+
+
+def key(layer, bank: str, i: int) -> Tensor:
+    """Eq. 10."""
+    free = getattr(layer.memory, f"{bank}_keys")
+    if free is not None:
+        return free[i]
+    slot = getattr(layer.memory, bank)[i].reshape(-1)
+    return getattr(layer.memory, f"{bank}_key_weight") @ slot + getattr(layer.memory, f"{bank}_key_bias")
+
+
+def attend(layer, m: int, bank: str, queries: list, control: Tensor, states: list[Tensor]) -> list[list[Tensor]]:
+    """Attention [n][i] to one bank: Eq. 11 to 14."""
+    memory, rules, slots, heads = layer.memory, layer.rules, layer.slots, layer.heads
+    keys = [key(layer, bank, i) for i in range(slots)]
+    gated = memory.gate_weight is not None
+    done: list[list[list[Tensor]]] = []  # [j][h][i]
+    for j in range(layer.steps):
+        done.append([])
+        for h in range(heads):
+            q = queries[j][h]
+            cosines = [q @ k / (q.norm() * k.norm()) * layer.sharpness for k in keys]
+            total = sum(c.exp() for c in cosines)
+            content = [c.exp() / total for c in cosines]  # Eq. 11
+            if not gated:
+                done[j].append(content)
+                continue
+            if rules.content == "peak":
+                peak = max(content, key=Tensor.item)
+                content = [c / peak for c in content]
+            least = least_used(layer, done[:j], h)
+            weights = []
+            for i in range(slots):
+                seen, weight = control, memory.gate_weight[m, i]
+                if rules.gate == "state":
+                    seen, weight = states[j], weight.reshape(heads, -1)[h]
+                gate = (weight @ seen + memory.gate_bias[m, i]).sigmoid()
+                weights.append(gate * content[i] + (1 - gate) * least[i])  # Eq. 14
+            done[j].append(weights)
+    return [done[j][h] for j in range(layer.steps) for h in range(heads)]
+
+
+def least_used(layer, earlier: list[list[list[Tensor]]], h: int) -> list:
+    """Eq. 12 and 13, from the attention [j][h][i] of the earlier steps."""
+    rules, slots = layer.rules, layer.slots
+    if not earlier:
+        if rules.first_step == "zero":
+            return [0.0] * slots
+        return [1.0 if i < layer.least_used else 0.0 for i in range(slots)]
+    usage = []
+    for i in range(slots):
+        used = [step[k][i] for step in earlier for k in (range(layer.heads) if rules.usage == "all" else [h])]
+        usage.append(max(used, key=Tensor.item))  # Eq. 12
+    threshold = sorted(m.item() for m in usage)[layer.least_used - 1]
+    top = max(usage, key=Tensor.item) if rules.least_used == "max" else 1.0
+    return [top - m if m.item() <= threshold else 0.0 * m for m in usage]  # Eq. 13

@@ -1,0 +1,59 @@
+"""Random layers and inputs for hypothesis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import neurocoder as nc
+
+
+@st.composite
+def rules(draw, steps: int, recurrent: bool) -> nc.Rules:
+    state_too = ["input", "state"] if recurrent else ["input"]
+    lstm_too = ["linear", "lstm"] if recurrent else ["linear"]
+    return nc.Rules(
+        first_step=draw(st.sampled_from(["zero", "first-slots"])),
+        usage=draw(st.sampled_from(["head", "all"])),
+        least_used=draw(st.sampled_from(["max", "one"])),
+        content=draw(st.sampled_from(["softmax", "peak"])),
+        gate=draw(st.sampled_from(state_too)),
+        order=draw(st.sampled_from(["descending", "first", "ascending"])),
+        integration=draw(st.sampled_from(lstm_too)),
+        initial_state=draw(st.sampled_from(["zero", "learned"])),
+        free_keys=draw(st.sampled_from([(), ("values",), ("left", "right")])),
+        key_columns=draw(st.booleans()),
+        initialisation=draw(st.sampled_from(["calibrated", "xavier"])),
+    )
+
+
+@st.composite
+def options(draw) -> dict[str, Any]:
+    """Constructor options of a small layer: half of them by the paper's rules, half by any."""
+    slots, steps = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    kinds = [None, "linear", "lstm", draw(st.integers(1, 5))]
+    controller = draw(st.sampled_from(kinds))
+    recurrent = controller not in (None, "linear") or (controller is None and steps > 1)
+    chosen = {
+        "slots": slots,
+        "steps": steps,
+        "heads": draw(st.integers(1, 3)),
+        "key_dim": draw(st.integers(1, 4)),
+        "least_used": draw(st.integers(0, slots)),
+        "residual": draw(st.booleans()),
+        "bias": draw(st.booleans()),
+        "controller": controller,
+        "sharpness": draw(st.sampled_from([None, 0.5, 10.0, 50.0])),
+        "rules": draw(st.one_of(st.none(), rules(steps, recurrent))),
+        "dtype": torch.float64,
+    }
+    return chosen
+
+
+def shake(layer: torch.nn.Module) -> None:
+    """Move every parameter off its initial value, so that no term of an equation is zero by construction."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)

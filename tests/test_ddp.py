@@ -1,0 +1,54 @@
+"""Two processes, data-parallel over gloo: the same gradients as one process, and no parameter unused."""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import neurocoder as nc
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nc.Conv2d(2, 4, 3, slots=5, heads=2, residual=True),
+        nn.Flatten(),
+        nc.Linear(64, 8, slots=5, steps=3, heads=2, least_used=2, residual=True),
+        nn.ReLU(),
+        nc.Linear(8, 3, slots=5, heads=4),
+    ).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 2, 6, 6, generator=generator).double(), torch.randint(3, (8,), generator=generator)
+
+
+def worker(rank: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = build()
+    model.load_state_dict(torch.load(f"{folder}/start.pt", weights_only=True))  # threads change a QR in its last bits
+    model = DistributedDataParallel(model)  # find_unused_parameters=False: an unused one would raise in step 2
+    x, y = data()
+    mine = slice(4 * rank, 4 * rank + 4)
+    for _ in range(2):
+        model.zero_grad()
+        with nc.trace(model) as seen:
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+    assert list(seen) == ["0", "2", "4"]
+    torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    model = build()
+    torch.save(model.state_dict(), tmp_path / "start.pt")
+    mp.spawn(worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    x, y = data()
+    nn.functional.cross_entropy(model(x), y).backward()
+    for rank in range(2):
+        grads = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,118 @@
+"""Constructors, shared memories, and what happens on bad input."""
+
+import pytest
+import torch
+from torch import nn
+
+import neurocoder as nc
+
+BAD_OPTIONS = [
+    ({"slots": 0}, "slots must be at least 1"),
+    ({"heads": 0}, "heads must be at least 1"),
+    ({"steps": 0}, "steps must be at least 1"),
+    ({"key_dim": 0}, "key_dim must be at least 1"),
+    ({"least_used": 9}, "least_used must be between 0 and slots=4, got 9"),
+    ({"least_used": -1}, "least_used must be between"),
+    ({"sharpness": 0.0}, "sharpness must be a positive number"),
+    ({"sharpness": float("nan")}, "sharpness must be a positive number"),
+    ({"controller": "gru"}, "controller must be 'linear', 'lstm' or a number"),
+    ({"control_features": 0}, "control_features must be at least 1"),
+    ({"compat": "paper"}, "compat must be None or 'authors'"),
+    ({"compat": "authors", "rules": nc.Rules()}, "give one of them"),
+    ({"rules": nc.Rules(free_keys=("lefft",))}, "the banks are left, right, values"),
+    ({"rules": nc.Rules(gate="state"), "steps": 2, "least_used": 1, "controller": "linear"}, "recurrent controller"),
+    ({"rules": nc.Rules(integration="lstm"), "residual": True}, "recurrent controller"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        nc.Linear(6, 5, **{"slots": 4} | options)
+    with pytest.raises(ValueError, match=message):
+        nc.Conv2d(6, 5, 3, **{"slots": 4} | options)
+
+
+def test_bad_input_is_refused():
+    layer, conv = nc.Linear(6, 5, slots=4), nc.Conv2d(6, 5, 3, slots=4)
+    with pytest.raises(ValueError, match=r"x with 6 features in dimension -1, got shape \(2, 7\)"):
+        layer(torch.randn(2, 7))
+    with pytest.raises(TypeError, match=r"floating point numbers, got x of torch.int64: convert it first"):
+        layer(torch.ones(2, 6, dtype=torch.long))
+    with pytest.raises(ValueError, match="got shape"):
+        layer(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"x with 6 features in dimension -3, got shape \(2, 5, 8, 8\)"):
+        conv(torch.randn(2, 5, 8, 8))
+    with pytest.raises(ValueError, match=r"control gives \(3,\) programs for a batch of \(2,\)"):
+        conv(torch.randn(2, 6, 8, 8), torch.randn(3, 6))
+
+
+def test_a_control_is_asked_for():
+    layer = nc.Linear(6, 5, slots=4, control_features=3)
+    with pytest.raises(ValueError, match=r"call it with control=, of shape \(\.\.\., 3\)"):
+        layer(torch.randn(2, 6))
+    with pytest.raises(ValueError, match=r"must begin that of x"):
+        layer(torch.randn(2, 6), torch.randn(4, 3))
+    with pytest.raises(ValueError, match=r"must begin that of x"):
+        layer(torch.randn(2, 6), torch.randn(2, 7, 3))
+    with pytest.raises(ValueError, match="control with 3 features"):
+        layer(torch.randn(2, 6), torch.randn(2, 4))
+    conv = nc.Conv2d(6, 5, 3, slots=4, control_features=3)
+    with pytest.raises(ValueError, match="call it with control="):
+        conv(torch.randn(2, 6, 8, 8))
+    assert conv(torch.randn(2, 6, 8, 8), torch.randn(2, 3)).shape == (2, 5, 6, 6)
+    assert conv(torch.randn(6, 8, 8), torch.randn(3)).shape == (5, 6, 6)
+
+
+def test_a_control_of_its_own_width_may_replace_x():
+    layer = nc.Linear(6, 5, slots=4)
+    x = torch.randn(2, 6)
+    torch.testing.assert_close(layer(x, x), layer(x))
+    assert not torch.allclose(layer(x, torch.randn(2, 6)), layer(x))
+
+
+def test_a_shared_memory_is_one_memory():
+    first = nc.Linear(6, 5, slots=4, steps=2, least_used=2)
+    before = first.memory.left.detach().clone()
+    second = nc.Linear(6, 5, slots=4, steps=2, least_used=2, memory=first.memory)
+    assert second.memory is first.memory
+    assert torch.equal(first.memory.left, before)  # a second layer does not initialise it again
+    model = nn.Sequential(first, nn.Linear(5, 6), second)
+    torch.testing.assert_close(nc.orthogonality(model), nc.orthogonality(first))
+    model(torch.randn(3, 6)).sum().backward()
+    assert first.memory.left.grad.any()
+
+
+@pytest.mark.parametrize("options", [{"slots": 3}, {"key_dim": 4}, {"least_used": 0}])
+def test_a_memory_of_another_shape_is_refused(options):
+    first = nc.Linear(6, 5, slots=4, steps=2, least_used=2)
+    with pytest.raises(ValueError, match="this layer needs"):
+        nc.Linear(6, 5, **{"slots": 4, "steps": 2, "least_used": 2} | options, memory=first.memory)
+    with pytest.raises(ValueError, match="6x7"):
+        nc.Linear(6, 7, slots=4, steps=2, least_used=2, memory=first.memory)
+
+
+def test_usage_acts_from_the_second_step_on():
+    """With one step there is no usage, and so no gate to train."""
+    assert nc.Linear(6, 5, slots=4, least_used=2).memory.gate_weight is None
+    assert nc.Linear(6, 5, slots=4, steps=2).memory.gate_weight is None
+    assert nc.Linear(6, 5, slots=4, steps=2, least_used=2).memory.gate_weight.shape == (3, 4, 6)
+
+
+def test_nothing_of_batch_times_in_times_out_is_formed():
+    """The largest tensor of a step, forward and backward, stays far below one program an input."""
+    rows, width = 64, 96
+    for layer, x in (
+        (nc.Linear(width, width, slots=4, heads=2, steps=2, least_used=1), torch.randn(rows, width)),
+        (nc.Conv2d(width, width, 3, slots=4, heads=2), torch.randn(rows, width, 3, 3)),
+    ):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            layer(x).sum().backward()
+        shapes = [shape for event in profile.events() for shape in event.input_shapes if shape]
+        largest = max(torch.Size(shape).numel() for shape in shapes if all(isinstance(size, int) for size in shape))
+        assert largest < rows * width * width / 4
+
+
+def test_the_repr_says_what_it_is():
+    assert repr(nc.Linear(6, 5, slots=4)).startswith("Linear(\n  6, 5, slots=4, heads=1, steps=1")
+    assert "kernel_size=(3, 3)" in repr(nc.Conv2d(6, 5, 3, slots=4))
