@@ -33,9 +33,8 @@ def mnist(split: str) -> tuple[torch.Tensor, torch.Tensor]:
         data = load_dataset("parquet", data_files=str(Path(root) / "mnist" / f"{split}.parquet"), split="train")
     else:
         data = load_dataset("ylecun/mnist", split=split)
-    data = data.with_format("torch")
-    images = torch.stack([row["image"] for row in data]).float().flatten(1) / 255
-    return images, data["label"][:]
+    columns = data.with_format("torch")[:]  # type: dict[str, torch.Tensor]
+    return columns["image"].float().flatten(1) / 255, columns["label"]
 
 
 def run(model: nn.Module, train, test, epochs: int, seed: int, lr: float) -> float:

@@ -92,7 +92,8 @@ class _Compose(torch.autograd.Function):
         ctx.save_for_forward(query, key, gate, read, values)
 
     @staticmethod
-    def backward(ctx, d_part, d_sigma, *_):
+    def backward(ctx, *grads):
+        d_part, d_sigma = grads[:2]
         query, key, gate, read, values, sigma, *kept = ctx.saved_tensors
         d_part = torch.zeros_like(read) if d_part is None else d_part
         d_sigma = torch.zeros_like(sigma) if d_sigma is None else d_sigma
@@ -101,8 +102,8 @@ class _Compose(torch.autograd.Function):
             d_query, d_key, d_read, d_values, *d_gate = torch.func.vjp(plain, *given)[1]((d_part, d_sigma))
             return d_query, d_key, *(d_gate or [None]), d_read, d_values, None, None, None, None
         with functional.full_precision(d_part):
-            grads = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept, ctx.heads, ctx.sharpness)
-        return *grads, None, None, None, None
+            found = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept, ctx.heads, ctx.sharpness)
+        return *found, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -112,8 +113,8 @@ class _Compose(torch.autograd.Function):
             torch.zeros_like(primal) if tangent is None and primal is not None else tangent
             for primal, tangent in zip(primals, tangents[:5], strict=True)
         ]
-        _, (d_part, d_sigma) = torch.func.jvp(plain, tuple(given), tuple(_plain(ctx, *filled)[1]))
-        return d_part, d_sigma, *[None] * 10
+        _, directions = torch.func.jvp(plain, tuple(given), tuple(_plain(ctx, *filled)[1]))[:2]
+        return *directions, *[None] * 10
 
     @staticmethod
     def vmap(info, in_dims, *args):

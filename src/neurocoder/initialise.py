@@ -21,7 +21,7 @@ from neurocoder.controller import LinearController, LstmController
 from neurocoder.memory import BANKS, ProgramMemory
 
 if TYPE_CHECKING:
-    from neurocoder.program import ProgramLayer
+    from neurocoder.program import Composition, ProgramLayer
 
 _UNIT_TERM = log(torch.e - 1)  # softplus of it is 1
 _SPREAD = 0.5  # of the singular terms
@@ -30,6 +30,7 @@ _COMPOSED_BESIDE_RESIDUAL = 0.1  # its share of a fresh nn.Linear's variance
 _INPUT_STD = 0.5  # of the recurrent controller's signal from standard normal input
 _RECURRENT_GAIN = 8.0  # of the candidate's orthogonal recurrence, for one head; several heads differ by themselves
 _PROBES = 256
+_ALIKE, _DRAWS = 0.85, 8  # components more alike than that, as few slots may have by chance, are drawn again
 
 
 @torch.no_grad()
@@ -44,16 +45,38 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
     if layer.integration_weight is not None:
         nn.init.zeros_(layer.integration_weight)
         nn.init.constant_(layer.integration_bias, _OPEN)
-    authors = layer.rules.initialisation == "xavier"
-    if memory_too:
-        (_memory_xavier if authors else _memory)(layer.memory)
-    _controller(layer.controller, authors)
     nn.init.ones_(layer.gain)
-    if authors:
+    if layer.rules.initialisation == "xavier":
+        if memory_too:
+            _memory_xavier(layer.memory)
+        _controller(layer.controller, authors=True)
         if layer.residual is not None:
-            nn.init.xavier_uniform_(layer.residual)
-    else:
-        _calibrate(layer)
+            nn.init.xavier_uniform_(layer.residual.flatten(1))
+        return
+    for _ in range(_DRAWS):
+        if memory_too:
+            _memory(layer.memory)
+        _controller(layer.controller, authors=False)
+        if _similarity(_probe(layer), layer.memory) < _ALIKE:
+            break
+    _calibrate(layer, _probe(layer))
+
+
+def _probe(layer: ProgramLayer) -> Composition:
+    """Programs for standard normal control, from a generator of their own: they take nothing from the global one."""
+    generator = torch.Generator(layer.gain.device).manual_seed(0)
+    control = torch.randn(_PROBES, layer.control_features, generator=generator, device=layer.gain.device)
+    return layer.compose(control.to(layer.gain.dtype))
+
+
+def _similarity(composition: Composition, memory: ProgramMemory) -> float:
+    """Mean cosine of the left vectors of one program; -1 where there is but one."""
+    left_RNI = composition.left_PRN.permute(1, 2, 0) @ memory.left.to(composition.left_PRN.dtype)
+    components = len(left_RNI)
+    if components == 1:
+        return -1.0
+    unit = nn.functional.normalize(left_RNI, dim=-1)
+    return ((unit.sum(0).square().sum(-1).mean() - components) / (components * (components - 1))).item()
 
 
 def _memory(memory: ProgramMemory) -> None:
@@ -149,14 +172,8 @@ def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
     return nn.functional.normalize(rows, dim=-1)
 
 
-def _calibrate(layer: ProgramLayer) -> None:
-    """Set `gain`, and the scale of a residual program, to give standard normal input a fresh nn.Linear's variance.
-
-    That variance is one third. The probes have a generator of their own: they take nothing from the global one.
-    """
-    generator = torch.Generator(layer.gain.device).manual_seed(0)
-    control = torch.randn(_PROBES, layer.control_features, generator=generator, device=layer.gain.device)
-    composition = layer.compose(control.to(layer.gain.dtype))
+def _calibrate(layer: ProgramLayer, composition: Composition) -> None:
+    """Set `gain`, and the scale of a residual program, to give standard normal input the variance of nn.Linear, 1/3."""
     core_NPP = composition.core()
     left, right = (bank.to(core_NPP.dtype) for bank in (layer.memory.left, layer.memory.right))
     squared_N = ((left @ left.t() @ core_NPP) * (core_NPP @ (right @ right.t()))).sum((1, 2))

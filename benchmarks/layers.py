@@ -1,0 +1,182 @@
+"""Speed and memory of the layers against the dense layers they replace, as ratios.
+
+    python benchmarks/layers.py [--repeats 31] [--widths 512 1024 2048 4096] [--compiled]
+
+One thread. A round times every contestant once, forward and backward, one after the other; the figure is the median
+of its times divided by the median of the dense layer's times in the same rounds. Peak memory is what PyTorch's
+allocator holds at most during a step (forward, backward, gradients), parameters included. Writes
+benchmarks/results/layers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import neurocoder as nc
+
+BATCH = 128
+SETTINGS: dict[str, dict[str, Any]] = {
+    "J=5,H=3": {"steps": 5, "heads": 3},
+    "J=1,H=15": {"heads": 15},
+    "J=5,H=3 + R": {"steps": 5, "heads": 3, "residual": True},
+    "J=1,H=15 + R": {"heads": 15, "residual": True},
+}
+OPTIONS = {"slots": 30, "key_dim": 5, "least_used": 5}
+
+
+def stepper(module: nn.Module, x: Tensor, run: Callable | None = None) -> Callable[[], float]:
+    """A function that times one forward and backward; gradients are dropped outside of the timed part."""
+    run = run or module
+    with torch.no_grad():
+        output = run(x)
+        d_output = torch.randn_like(output[0] if isinstance(output, tuple) else output)
+
+    def step() -> float:
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        start = time.perf_counter()
+        y = run(x)
+        (y[0] if isinstance(y, tuple) else y).backward(d_output)
+        return time.perf_counter() - start
+
+    return step
+
+
+def interleave(contestants: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each, all taking turns; the first two rounds warm up."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    gc.disable()
+    for turn in range(repeats + 2):
+        for name, step in contestants.items():
+            seconds = step()
+            if turn >= 2:
+                times[name].append(1e3 * seconds)
+    gc.enable()
+    return {name: median(values) for name, values in times.items()}
+
+
+def peak_bytes(module: nn.Module, x: Tensor) -> int:
+    """Most bytes allocated at once during one step, counting the parameters."""
+    step = stepper(module, x)
+    step()
+    module.zero_grad(set_to_none=True)
+    x.grad = None
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    held = peak = 0
+    assert profile.profiler is not None
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak + sum(p.numel() * p.element_size() for p in module.parameters()) + x.numel() * x.element_size()
+
+
+def linear_layers(widths: list[int], repeats: int, compiled: bool) -> dict[str, dict[str, float]]:
+    rows = {}
+    for width in widths:
+        x = torch.randn(BATCH, width, requires_grad=True)
+        modules: dict[str, nn.Module] = {"dense": nn.Linear(width, width)}
+        modules |= {name: nc.Linear(width, width, **OPTIONS, **options) for name, options in SETTINGS.items()}
+        steps = {name: stepper(module, x) for name, module in modules.items()}
+        if compiled:
+            steps |= {f"{name} compiled": stepper(modules[name], x, torch.compile(modules[name])) for name in SETTINGS}
+        times = interleave(steps, repeats if width < 4096 else max(7, repeats // 3))
+        rows[f"Linear {width}x{width}"] = ratios(times)
+    return rows
+
+
+def convolutions(repeats: int) -> dict[str, dict[str, float]]:
+    rows = {}
+    for channels, size in ((64, 16), (256, 8)):
+        x = torch.randn(32, channels, size, size, requires_grad=True)
+        steps = {"dense": stepper(nn.Conv2d(channels, channels, 3, padding=1), x)}
+        for name, options in SETTINGS.items():
+            steps[name] = stepper(nc.Conv2d(channels, channels, 3, padding=1, **OPTIONS, **options), x)
+        rows[f"Conv2d {channels}, 3x3, {size}x{size} images"] = ratios(interleave(steps, repeats))
+    return rows
+
+
+def polynomial_head(repeats: int) -> dict[str, dict[str, float]]:
+    """The head of the polynomial experiment against a GRU of its main network's size over the same sequences."""
+    gru = nn.GRU(2, 32, batch_first=True)
+    head = nc.Linear(8, 1, slots=20, steps=5, key_dim=3, least_used=2)
+    times = interleave(
+        {
+            "dense": stepper(gru, torch.randn(128, 40, 2, requires_grad=True)),
+            "J=5,H=1": stepper(head, torch.randn(5120, 8, requires_grad=True)),
+        },
+        repeats,
+    )
+    return {"polynomial head 8x1, 5,120 rows, over nn.GRU(2, 32)": ratios(times)}
+
+
+def ratios(times: dict[str, float]) -> dict[str, float]:
+    dense = times.pop("dense")
+    return {"dense ms": round(dense, 2)} | {name: round(value / dense, 3) for name, value in times.items()}
+
+
+def memory(width: int) -> dict[str, dict[str, float]]:
+    x = torch.randn(BATCH, width, requires_grad=True)
+    dense = peak_bytes(nn.Linear(width, width), x)
+    row = {"dense MB": round(dense / 2**20, 1)}
+    for name, options in SETTINGS.items():
+        row[name] = round(peak_bytes(nc.Linear(width, width, **OPTIONS, **options), x) / dense, 3)
+    return {f"peak memory, Linear {width}x{width}": row}
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = []
+    for name, row in rows.items():
+        cells = "   ".join(f"{column} {value:g}" for column, value in row.items())
+        lines.append(f"{name:52} {cells}")
+    return "\n".join(lines)
+
+
+def commit() -> str:
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return told.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--widths", type=int, nargs="*", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile (takes minutes)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"Step time over the dense layer's, batch {BATCH}, slots 30, key_dim 5, least_used 5, one thread")
+    rows: dict[str, dict[str, float]] = {}
+    for part in (
+        lambda: linear_layers(args.widths, args.repeats, args.compiled),
+        lambda: convolutions(args.repeats),
+        lambda: polynomial_head(args.repeats),
+        lambda: memory(2048),
+    ):
+        found = part()
+        rows |= found
+        print(table(found), flush=True)
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    about = {"commit": commit(), "torch": torch.__version__, "python": platform.python_version(), "threads": 1,
+             "machine": platform.machine(), "batch": BATCH, "repeats": args.repeats}  # fmt: skip
+    (folder / "layers.json").write_text(json.dumps({"about": about, "ratios": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
