@@ -1,0 +1,23 @@
+"""The README's code runs as it stands, from top to bottom."""
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    scope = {}
+    for block in blocks:
+        exec(compile(block, README.name, "exec"), scope)
+    assert "effective_rank" in capsys.readouterr().out
+    assert scope["fresh"][2].memory.slots == 30
+
+
+def test_every_file_of_the_library_is_in_the_layout():
+    text = README.read_text()
+    for file in (README.parent / "src" / "neurocoder").glob("[!_]*.py"):
+        assert file.name in text
