@@ -79,7 +79,7 @@ def peak_bytes(module: nn.Module, x: Tensor) -> int:
     assert profile.profiler is not None
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
+            held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
             peak = max(peak, held)
     return peak + sum(p.numel() * p.element_size() for p in module.parameters()) + x.numel() * x.element_size()
 

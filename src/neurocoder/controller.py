@@ -22,6 +22,8 @@ class LinearController(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, control_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
 
+    direct = False
+
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, None]:
         """From weight @ control + bias to the queries (M, K, R, N)."""
         return signal_XN.unflatten(0, self.shape), None
@@ -70,6 +72,11 @@ class LstmController(nn.Module):
         self.register_parameter("recurrent_bias", parameter(4 * self.units, when=learned_state))
         self.register_parameter("state", parameter(2, self.units, when=learned_state))
 
+    @property
+    def direct(self) -> bool:
+        """Whether the queries are the states of an LSTM that starts at zero, and nothing else."""
+        return self.query is None and self.state is None and self.steps > 1
+
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, Tensor]:
         """From weight @ control + bias to the queries (M, K, R, N) and the state of every step (U, J, N)."""
         dtype, start = signal_XN.dtype, None
@@ -78,9 +85,7 @@ class LstmController(nn.Module):
             start = self.state.to(dtype)[:, :, None].expand(2, self.units, signal_XN.shape[1])
         recurrent = None if self.recurrent is None else self.recurrent.to(dtype)
         state_UJN = functional.lstm(signal_XN, recurrent, self.steps, start)
-        if self.query is None:
-            query_XJN = state_UJN[: 3 * self.key_dim * self.heads]
-        else:
-            query_XJN = (self.query.to(dtype) @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
-        query_MKHJN = query_XJN.unflatten(0, (3, self.key_dim, self.heads))
-        return query_MKHJN.transpose(2, 3).flatten(2, 3), state_UJN
+        said_XJN = state_UJN
+        if self.query is not None:
+            said_XJN = (self.query.to(dtype) @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
+        return functional.queries(said_XJN, self.key_dim, self.heads), state_UJN

@@ -185,6 +185,12 @@ def lstm(signal_XN: Tensor, recurrent_XU: Tensor | None, steps: int, start_2UN: 
     return torch.stack(states, 1)
 
 
+def queries(state_UJN: Tensor, key_dim: int, heads: int) -> Tensor:
+    """The queries (M, K, R, N) that the first rows of a controller's output are."""
+    query_MKHJN = state_UJN[: 3 * key_dim * heads].unflatten(0, (3, key_dim, heads))
+    return query_MKHJN.transpose(2, 3).flatten(2, 3)
+
+
 def orthogonality_loss(bank_PI: Tensor) -> Tensor:
     """One term of Eq. 5, the Frobenius norm of M M^T - I; it cannot vanish where slots outnumber columns."""
     gram_PP = bank_PI @ bank_PI.t()

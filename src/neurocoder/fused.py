@@ -12,12 +12,14 @@ slots first: (J, P, M, H, N), in the letters of `neurocoder.functional`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
-from neurocoder import functional
+from neurocoder import functional, fused_lstm
 from neurocoder.functional import Rules
 
 _PAPER = Rules()
@@ -27,51 +29,76 @@ _BLOCK = 131072  # numbers in one step's attention: what the cache holds several
 _SAFE = 40.0  # exp(±40) and sums of it are far from the limits of float32: no maximum need be subtracted
 
 
+class Setting(NamedTuple):
+    """What is no tensor."""
+
+    steps: int
+    heads: int
+    least_used: int
+    sharpness: float
+
+
 def compose_rows(
-    query_MKRN: Tensor,
+    signal: Tensor,
+    recurrent: Tensor | None,
     key_MPK: Tensor,
     gate: Tensor | None,
     read_PN: Tensor,
     values_P: Tensor,
-    heads: int,
-    least_used: int,
-    sharpness: float,
+    setting: Setting,
     rules: Rules,
 ) -> tuple[Tensor, Tensor]:
-    """`functional.compose_rows`, by hand where the rules are the paper's; the compiler fuses the plain one itself."""
+    """`functional.compose_rows`, by hand where the rules are the paper's; the compiler fuses the plain one itself.
+
+    The signal is the queries (M, K, R, N) or, with recurrent weights (4U, U), that of the LSTM whose states they are.
+    """
     by_hand = all(getattr(rules, name) == getattr(_PAPER, name) for name in _RULES)
-    options = (heads, least_used, sharpness, rules)
     if not by_hand or torch.compiler.is_compiling():
-        return functional.compose_rows(query_MKRN, key_MPK, gate, read_PN, values_P, *options)
-    block = max(_BLOCK // (3 * len(values_P) * heads), 1)
+        return _plain(signal, key_MPK, read_PN, values_P, gate, recurrent, setting=setting, rules=rules)
+    block = max(_BLOCK // (3 * len(values_P) * setting.heads), 1)
     if gate is None or read_PN.shape[1] <= block:
-        return _Compose.apply(query_MKRN, key_MPK, gate, read_PN, values_P, *options)[:2]
-    blocks = zip(*(t.split(block, -1) for t in (query_MKRN, gate, read_PN)), strict=True)
-    parts = [_Compose.apply(query, key_MPK, gate, read, values_P, *options)[:2] for query, gate, read in blocks]
+        return _Compose.apply(signal, recurrent, key_MPK, gate, read_PN, values_P, setting)[:2]
+    blocks = zip(*(t.split(block, -1) for t in (signal, gate, read_PN)), strict=True)
+    parts = [_Compose.apply(one, recurrent, key_MPK, gate, read, values_P, setting)[:2] for one, gate, read in blocks]
     part, sigma = (torch.cat(pieces, -1) for pieces in zip(*parts, strict=True))
     return part, sigma
+
+
+def _plain(signal, key, read, values, gate=None, recurrent=None, *, setting: Setting, rules: Rules = _PAPER):
+    query = signal
+    if recurrent is not None:
+        query = functional.queries(functional.lstm(signal, recurrent, setting.steps), key.shape[2], setting.heads)
+    options = (setting.heads, setting.least_used, setting.sharpness, rules)
+    return functional.compose_rows(query, key, gate, read, values, *options)
 
 
 class _Compose(torch.autograd.Function):
     """Part (P, N) and sigma (R, N), then what backward needs."""
 
     @staticmethod
-    def forward(query, key, gate, read, values, heads, least_used, sharpness, rules):
-        unit, scale = _unit(query, 1)
+    def forward(signal, recurrent, key, gate, read, values, setting):
+        rows, (steps, heads, least_used, sharpness) = read.shape[1], setting
+        nothing = read.new_empty(0, rows)
+        if recurrent is None:
+            query, remembered = signal.view(3, key.shape[2], steps, heads, rows), (nothing,) * 4
+        else:
+            remembered = fused_lstm.forward(signal, recurrent, steps)
+            query = remembered[0][:, : 3 * key.shape[2] * heads].unflatten(1, (3, -1, heads)).permute(1, 2, 0, 3, 4)
+        unit_MKJHN, scale = _unit(query, 1)
         sharp = _unit(key, 2)[0].mul_(sharpness)
-        score_MPX = torch.bmm(sharp, unit.flatten(2))
-        shape_MPJHN = (3, key.shape[1], query.shape[2] // heads, heads, query.shape[3])
-        score_JPMHN = score_MPX.view(shape_MPJHN).permute(2, 1, 0, 3, 4)
+        score_MPX = torch.bmm(sharp, unit_MKJHN.flatten(2))
+        score_JPMHN = score_MPX.view(3, key.shape[1], steps, heads, rows).permute(2, 1, 0, 3, 4)
         if sharpness > _SAFE:
             score_JPMHN = score_JPMHN - score_JPMHN.amax(1, keepdim=True)
         content = torch.exp(score_JPMHN, out=score_MPX.new_empty(score_JPMHN.shape))
         del score_MPX, score_JPMHN  # what is freed here is written next, while it is in the cache
         content.div_(content.sum(1, keepdim=True))
         if gate is None:
-            attention, (open_, usage, least, top) = content, content.new_empty(4, 0, query.shape[3])
+            attention, recursion = content, (nothing,) * 5
         else:
             open_ = _by_step(gate, heads).sigmoid().contiguous()
-            attention, usage, least, top = _recur(content, open_, least_used)
+            attention, *recursion = _recur(content, open_, least_used)
+            recursion = (attention, open_, *recursion)
         left_JPHN, right_JPHN, weights_JPHN = attention.unbind(2)
         work_JPHN = left_JPHN * read[:, None]
         inner_JHN = work_JPHN.sum(1)
@@ -79,61 +106,59 @@ class _Compose(torch.autograd.Function):
         sigma_RN = F.softplus(terms_JHN).flatten(0, 1).flip(0).cumsum(0).flip(0)
         outer_JHN = inner_JHN * sigma_RN.view_as(inner_JHN)
         part_PN = torch.mul(right_JPHN, outer_JHN[:, None], out=work_JPHN).sum(0).sum(1)
-        if gate is None:
-            attention = open_  # it is the content
-        return part_PN, sigma_RN, unit, scale, content, attention, open_, usage, least, top, inner_JHN, terms_JHN
+        return part_PN, sigma_RN, unit_MKJHN, scale, content, inner_JHN, terms_JHN, *recursion, *remembered
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, gate, read, values, ctx.heads, ctx.least_used, ctx.sharpness, _ = inputs
+        *tensors, ctx.setting = inputs
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, gate, read, values, *output[1:])
-        ctx.save_for_forward(query, key, gate, read, values)
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, *grads):
         d_part, d_sigma = grads[:2]
-        query, key, gate, read, values, sigma, *kept = ctx.saved_tensors
+        signal, recurrent, key, gate, read, values, sigma, *kept = ctx.saved_tensors
         d_part = torch.zeros_like(read) if d_part is None else d_part
         d_sigma = torch.zeros_like(sigma) if d_sigma is None else d_sigma
         if torch.is_grad_enabled() or is_legacy_batchedtensor(d_part):  # to be differentiated in turn, or batched
-            plain, given = _plain(ctx, query, key, gate, read, values)
-            d_query, d_key, d_read, d_values, *d_gate = torch.func.vjp(plain, *given)[1]((d_part, d_sigma))
-            return d_query, d_key, *(d_gate or [None]), d_read, d_values, None, None, None, None
+            plain, given, order = _differentiable(ctx)
+            found = dict(zip(order, torch.func.vjp(plain, *given)[1]((d_part, d_sigma)), strict=True))
+            return *(found.get(place) for place in range(6)), None
         with functional.full_precision(d_part):
-            found = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept, ctx.heads, ctx.sharpness)
-        return *found, None, None, None, None
+            d_query, *found = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept[:10], ctx.setting)
+            if recurrent is None:
+                return d_query.view_as(signal), None, *found, None
+            return *fused_lstm.backward(d_query, recurrent, *kept[10:]), *found, None
 
     @staticmethod
     def jvp(ctx, *tangents):
-        primals = ctx.saved_tensors[:5]
-        plain, given = _plain(ctx, *primals)
-        filled = [
-            torch.zeros_like(primal) if tangent is None and primal is not None else tangent
-            for primal, tangent in zip(primals, tangents[:5], strict=True)
-        ]
-        _, directions = torch.func.jvp(plain, tuple(given), tuple(_plain(ctx, *filled)[1]))[:2]
-        return *directions, *[None] * 10
+        plain, given, order = _differentiable(ctx)
+        along = [torch.zeros_like(t) if tangents[i] is None else tangents[i] for i, t in zip(order, given, strict=True)]
+        _, directions = torch.func.jvp(plain, tuple(given), tuple(along))[:2]
+        return *directions, *[None] * 14
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        return _fold(_Compose, info, in_dims, args, shared=(1, 4))
+        return _fold(_Compose, info, in_dims, args, shared=(1, 2, 5))
 
 
-def _plain(ctx, query, key, gate, read, values):
-    """The plain function of the tensors that are there, and those tensors."""
+def _differentiable(ctx):
+    """The plain function of the given tensors, those tensors, and their places among the arguments."""
+    tensors = dict(enumerate(ctx.saved_tensors[:6]))
+    order = [0, 2, 4, 5] + [place for place in (3, 1) if tensors[place] is not None]
+    names = {0: "signal", 2: "key", 4: "read", 5: "values", 3: "gate", 1: "recurrent"}
 
-    def plain(query, key, read, values, gate=None):
-        options = (ctx.heads, ctx.least_used, ctx.sharpness, _PAPER)
-        return functional.compose_rows(query, key, gate, read, values, *options)
+    def plain(*given):
+        return _plain(**{names[place]: tensor for place, tensor in zip(order, given, strict=True)}, setting=ctx.setting)
 
-    return plain, [query, key, read, values] + ([] if gate is None else [gate])
+    return plain, [tensors[place] for place in order], order
 
 
 def _unit(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     scale = x.square().sum(dim, keepdim=True).clamp_min_(functional.TINY).rsqrt_()
-    return x * scale, scale
+    return torch.mul(x, scale, out=x.new_empty(x.shape)), scale
 
 
 def _through_unit(d_unit: Tensor, unit: Tensor, scale: Tensor, dim: int) -> Tensor:
@@ -147,27 +172,10 @@ def _by_step(gate_MPRN: Tensor, heads: int) -> Tensor:
 
 
 def _backward(
-    d_part,
-    d_sigma,
-    key,
-    gate,
-    read,
-    values,
-    sigma,
-    unit,
-    scale,
-    content,
-    attention,
-    open_,
-    usage,
-    least,
-    top,
-    inner,
-    terms,
-    heads,
-    sharpness,
-):
-    """Gradients of query, key, gate, read and values."""
+    d_part, d_sigma, key, gate, read, values, sigma, unit, scale, content, inner, terms, attention, open_, usage, least,
+    top, setting,
+):  # fmt: skip
+    """Gradients of query (M, K, J, H, N), key, gate, read and values."""
     if gate is None:
         attention = content
     left, right, weights = attention.unbind(2)
@@ -196,14 +204,14 @@ def _backward(
             else (d_gate[0].sum(2, keepdim=True).transpose(0, 1))
         )
     d_attention.mul_(content)
-    d_score_MPJHN = content.new_empty(3, key.shape[1], len(content), heads, content.shape[4])
+    d_score_MPJHN = content.new_empty(3, key.shape[1], *unit.shape[2:])
     torch.addcmul(
         d_attention, content, d_attention.sum(1, keepdim=True), value=-1, out=d_score_MPJHN.permute(2, 1, 0, 3, 4)
     )
     d_score_MPX = d_score_MPJHN.flatten(2)
     sharp, key_scale = _unit(key, 2)
-    d_unit = torch.bmm(sharp.transpose(1, 2) * sharpness, d_score_MPX).view_as(unit)
-    d_key = torch.bmm(d_score_MPX, unit.flatten(2).transpose(1, 2)).mul_(sharpness)
+    d_unit = torch.bmm(sharp.transpose(1, 2) * setting.sharpness, d_score_MPX).view_as(unit)
+    d_key = torch.bmm(d_score_MPX, unit.flatten(2).transpose(1, 2)).mul_(setting.sharpness)
     return (_through_unit(d_unit, unit, scale, 1), _through_unit(d_key, sharp, key_scale, 2), d_gate, d_read, d_values)
 
 

@@ -86,6 +86,7 @@ class Linear(ProgramLayer):
             dtype=dtype,
         )
         self.in_features, self.out_features = in_features, out_features
+        self._setting = fused.Setting(steps, heads, least_used, self.sharpness)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         lead, x_YI, control_NC = self._arrange(x, control)
@@ -103,14 +104,14 @@ class Linear(ProgramLayer):
 
     def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Each row has its own program: the fast path. Before the right programs (Y, P), and the residual's scale."""
-        memory = self.memory
-        signals = self._signals(x_YI, memory.left) if control_YC is None else self._signals(control_YC)
-        dtype = signals.query_MKRN.dtype
+        memory, own = self.memory, control_YC is None
+        signals = self._signals(x_YI if own else control_YC, memory.left if own else None, unrolled=False)
+        dtype = signals.query.dtype
         read_PN = (memory.left @ x_YI.t()).to(dtype) if signals.read_PN is None else signals.read_PN
         with functional.full_precision(x_YI):
             part_PN, sigma_RN = fused.compose_rows(
-                signals.query_MKRN, memory.keys().to(dtype), signals.gate, read_PN, memory.values.to(dtype),
-                self.heads, self.least_used, self.sharpness, self.rules,
+                signals.query, signals.recurrent, memory.keys().to(dtype), signals.gate, read_PN,
+                memory.values.to(dtype), self._setting, self.rules,
             )  # fmt: skip
             return part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
 

@@ -22,9 +22,10 @@ DEFAULT_SHARPNESS = 3.0  # at the default key_dim; the cosines of random directi
 
 
 class Signals(NamedTuple):
-    """What the controller says for each row of the control."""
+    """What the controller says for each row of the control; see `fused.compose_rows` for the first two."""
 
-    query_MKRN: Tensor
+    query: Tensor
+    recurrent: Tensor | None
     gate: Tensor | None
     opening_N: Tensor | None
     read_PN: Tensor | None
@@ -165,55 +166,57 @@ class ProgramLayer(Conditional):
             "control_features": self.control_features if self.controlled else None,
         }
 
-    def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None) -> Signals:
+    def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None, unrolled: bool = True) -> Signals:
         """Everything that is linear in the control in one product, then the queries (Eq. 9).
 
-        A bank given as `read_PC` is multiplied along with the rest.
+        A bank given as `read_PC` is multiplied along with the rest. Without `unrolled`, an LSTM whose states are the
+        queries and nothing else is left to the caller.
         """
-        memory, own_dtype = self.memory, self.memory.left.dtype
-        weights = {
-            "read": read_PC,
-            "query": self.controller.weight,
-            "gate": memory.gate_weight.flatten(0, 1) if self._gated_by("input") else None,
-            "opening": self.integration_weight,
-        }
-        weights = {name: weight for name, weight in weights.items() if weight is not None}
-        product_XN = torch.cat([*weights.values()]) @ control_NC.t()
-        dtype = torch.promote_types(own_dtype, torch.float32)
+        memory, controller, own = self.memory, self.controller, self.memory.left
+        parts = {"query": (controller.weight, controller.bias)}
+        if read_PC is not None:
+            parts["read"] = (read_PC, own.new_zeros(self.slots))
+        if self._gated_by("input"):
+            parts["gate"] = (memory.gate_weight.flatten(0, 1), memory.gate_bias.flatten())
+        if self.integration_weight is not None:
+            parts["opening"] = (self.integration_weight, self.integration_bias)
+        weight, bias = (torch.cat(pieces) for pieces in zip(*parts.values(), strict=True))
+        product_XN = torch.addmm(bias[:, None], weight, control_NC.t())
+        dtype = torch.promote_types(own.dtype, torch.float32)
         with functional.full_precision(control_NC):
-            parts = product_XN.to(dtype).split([len(weight) for weight in weights.values()])
-            signal = dict(zip(weights, parts, strict=True))
-            query_MKRN, state_UJN = self.controller(signal["query"] + self.controller.bias.to(dtype)[:, None])
-            opening_N = None
-            if "opening" in signal:
-                opening_N = signal["opening"][0] + self.integration_bias.to(dtype)
-            elif self.residual is not None:
+            pieces = product_XN.to(dtype).split([len(weight) for weight, _ in parts.values()])
+            signal = dict(zip(parts, pieces, strict=True))
+            query, recurrent, state_UJN = signal["query"], None, None
+            needed = self._gated_by("state") or (self.residual is not None and self.integration_weight is None)
+            if unrolled or needed or not controller.direct:
+                query, state_UJN = controller(query)
+            else:
+                recurrent = controller.recurrent.to(dtype)
+            opening_N = signal["opening"][0] if "opening" in signal else None
+            if self.residual is not None and opening_N is None:
                 opening_N = state_UJN[-1, -1]
-            gate = self._gate(signal.get("gate"), state_UJN)
-        return Signals(query_MKRN, gate, opening_N, signal.get("read"))
+            gate = signal["gate"].unflatten(0, (3, self.slots, 1)) if "gate" in signal else self._state_gate(state_UJN)
+        return Signals(query, recurrent, gate, opening_N, signal.get("read"))
 
     def _gated_by(self, what: str) -> bool:
         return self.memory.gate_weight is not None and self.rules.gate == what
 
-    def _gate(self, signal_XN: Tensor | None, state_UJN: Tensor | None) -> Tensor | None:
-        """Gates before their sigmoid: (M, P, 1, N) where the input decides, (M, P, R, N) where the state does."""
-        memory = self.memory
-        if signal_XN is not None:
-            gate = signal_XN.unflatten(0, (3, self.slots, 1))
-        elif self._gated_by("state"):
-            weight_XU = memory.gate_weight.to(state_UJN.dtype).reshape(-1, self.controller.units)
-            gate_XJN = (weight_XU @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
-            gate = gate_XJN.unflatten(0, (3, self.slots, self.heads)).transpose(2, 3).flatten(2, 3)
-        else:
+    def _state_gate(self, state_UJN: Tensor | None) -> Tensor | None:
+        """Gates before their sigmoid, (M, P, R, N), where the controller's state decides them."""
+        if not self._gated_by("state"):
             return None
-        return gate + memory.gate_bias.to(gate.dtype)[:, :, None, None]
+        memory, dtype = self.memory, state_UJN.dtype
+        weight_XU = memory.gate_weight.to(dtype).reshape(-1, self.controller.units)
+        gate_XJN = (weight_XU @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
+        gate_MPRN = gate_XJN.unflatten(0, (3, self.slots, self.heads)).transpose(2, 3).flatten(2, 3)
+        return gate_MPRN + memory.gate_bias.to(dtype)[:, :, None, None]
 
     def compose(self, control_NC: Tensor) -> Composition:
         """Attend to the memory for each row of the control (Eq. 8 to 15)."""
         signals = self._signals(control_NC)
-        dtype = signals.query_MKRN.dtype
+        dtype = signals.query.dtype
         with functional.full_precision(control_NC):
-            score_MPRN = functional.score(signals.query_MKRN, self.memory.keys().to(dtype), self.sharpness)
+            score_MPRN = functional.score(signals.query, self.memory.keys().to(dtype), self.sharpness)
             left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
             sigma_RN = functional.singular_values(self.memory.values.to(dtype), values, self.rules.order)
             return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from importlib.resources import files
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from safetensors.torch import load
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, seed: int, tick) -> float:
     """Seconds that training took."""
     optimiser = torch.optim.Adam(model.parameters(), 3e-3)
     generator, start = torch.Generator().manual_seed(seed), time.perf_counter()
+    loss = torch.zeros(())
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(x), generator=generator).split(BATCH):
             loss = F.cross_entropy(model(x[rows]), y[rows])
@@ -72,6 +74,10 @@ def main() -> None:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(), console=console, disable=not console.is_terminal,
     )  # fmt: skip
+
+    def advance(task: TaskID, loss: float) -> None:
+        bar.update(task, advance=1, loss=loss)
+
     model = network(0)
     with bar:
         for name, options in {"plain": None, **RECODED}.items():
@@ -81,7 +87,7 @@ def main() -> None:
                 model = network(seed)
                 if options is not None:
                     nc.recode(model, "0", **options)
-                seconds += train(model, x[rest], y[rest], seed, lambda loss: bar.update(task, advance=1, loss=loss))
+                seconds += train(model, x[rest], y[rest], seed, partial(advance, task))
                 with torch.no_grad():
                     errors.append(100 * (model(x[test]).argmax(1) != y[test]).float().mean())
             error = torch.stack(errors)
