@@ -290,9 +290,9 @@ def _recur_backward(d_attention, content, shut, usage, least, top):
 def _fold(function: type[torch.autograd.Function], info, in_dims, args, shared):
     """The vmap rule. Where arguments that rows share are mapped too, each of their members gets a call of its own."""
     if any(in_dims[place] is not None for place in shared):
-        pairs = [*zip(args, in_dims, strict=True)]
+        mapped = [dim if isinstance(arg, Tensor) else None for arg, dim in zip(args, in_dims, strict=True)]
         calls = [
-            function.apply(*(arg if dim is None else arg.select(dim, i) for arg, dim in pairs))
+            function.apply(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, mapped, strict=True)))
             for i in range(info.batch_size)
         ]
         outputs = tuple(torch.stack(outs) for outs in zip(*calls, strict=True))

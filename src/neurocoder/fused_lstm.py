@@ -6,6 +6,8 @@ doubled beforehand to share one sigmoid with the gates. Here states come step fi
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -38,8 +40,8 @@ def backward(
     """Gradients of signal and recurrent weights from that of the queries, the first rows of the states."""
     steps, _, units, rows = gates.shape
     d_states = torch.zeros_like(states)
-    queries = d_query_MKJHN.permute(2, 0, 1, 3, 4)
-    d_states[:, : queries[0, ..., 0].numel()].view(queries.shape).copy_(queries)
+    d_query_JMKHN = d_query_MKJHN.permute(2, 0, 1, 3, 4)
+    d_states[:, : prod(d_query_JMKHN.shape[1:4])].view(d_query_JMKHN.shape).copy_(d_query_JMKHN)
     one = gates.new_ones(())
     slopes = torch.addcmul(gates, gates, gates, value=-1)  # of the sigmoids
     torch.addcmul(one, gates[:, 3], gates[:, 3], value=-1, out=slopes[:, 3])
