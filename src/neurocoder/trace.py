@@ -18,7 +18,7 @@ class Attention:
 
     Attributes:
         left, right, values: attention to the three banks, (..., components, slots). Gated attention does not sum to 1.
-        sigma: the singular values, (..., components), positive and strictly decreasing.
+        sigma: the singular values, (..., components), positive and strictly decreasing (ascending where the rules say).
         residual: multiplier of the residual program, (...); None if the layer has none.
     """
 
