@@ -113,7 +113,7 @@ def attend(layer, m: int, bank: str, queries: list, control: Tensor, states: lis
         done.append([])
         for h in range(heads):
             q = queries[j][h]
-            cosines = [q @ k / (q.norm() * k.norm()) * layer.sharpness for k in keys]
+            cosines = [q @ k / (norm(q) * norm(k)) * layer.sharpness for k in keys]
             total = sum(c.exp() for c in cosines)
             content = [c.exp() / total for c in cosines]  # Eq. 11
             if not gated:
@@ -132,6 +132,10 @@ def attend(layer, m: int, bank: str, queries: list, control: Tensor, states: lis
                 weights.append(gate * content[i] + (1 - gate) * least[i])  # Eq. 14
             done[j].append(weights)
     return [done[j][h] for j in range(layer.steps) for h in range(heads)]
+
+
+def norm(x: Tensor) -> Tensor:
+    return (x @ x + 1e-6).sqrt()
 
 
 def least_used(layer, earlier: list[list[list[Tensor]]], h: int) -> list:

@@ -130,12 +130,61 @@ def test_recipes_that_do_not_fit(saved):
     refuses(saved, r"5.weight is missing in the file", longer)
     other = plain()
     nc.recode(other, "3", slots=5)
-    refuses(saved, "where this model has Linear with other options", other)
+    refuses(saved, "where this model has Linear, of other options", other)
 
 
 def test_a_recipe_from_outside_builds_only_known_layers(saved):
     rewrite(saved, lambda header: header["layers"][0].update(layer="os.system"))
     refuses(saved, r"unknown layer 'os.system' in the recipe; this version knows Linear, Conv2d")
+
+
+def test_sharing_must_agree(tmp_path):
+    apart = nn.Sequential(nc.Linear(6, 6, slots=4), nc.Linear(6, 6, slots=4))
+    shared = nn.Sequential(nc.Linear(6, 6, slots=4))
+    shared.append(nc.Linear(6, 6, slots=4, memory=shared[0].memory))
+    nc.save(apart, tmp_path / "apart")
+    nc.save(shared, tmp_path / "shared")
+    refuses(tmp_path / "apart", "share memories otherwise", shared)
+    refuses(tmp_path / "shared", "share memories otherwise", apart)
+
+
+def test_tied_tensors_must_agree(tmp_path):
+    def build() -> nn.ModuleDict:
+        return nn.ModuleDict({"embed": nn.Embedding(7, 4), "out": nn.Linear(4, 7, bias=False)})
+
+    tied = build()
+    tied["out"].weight = tied["embed"].weight
+    nc.save(build(), tmp_path / "apart")
+    refuses(tmp_path / "apart", "ties tensors otherwise", tied)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry["options"].update(slots="x"),
+        lambda entry: entry["options"].update(slotz=3),
+        lambda entry: entry["options"]["rules"].pop("free_keys"),
+        lambda entry: entry["options"]["rules"].update(order="zzz"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_names_file_and_layer(saved, change):
+    rewrite(saved, lambda header: change(header["layers"][0]))
+    refuses(saved, "m.safetensors: its recipe for '3' does not work here")
+
+
+def test_a_frozen_recipe_that_does_not_fit_freezes_nothing(tmp_path):
+    model = plain()
+    nc.recode(model, "3", slots=4, base="frozen")
+    nc.save(model, tmp_path / "m")
+    other = nn.Sequential(*plain(), nn.Linear(3, 3))
+    refuses(tmp_path / "m", "missing in the file", other)
+    assert all(p.requires_grad for p in other.parameters())
+
+
+def test_a_file_is_as_readable_as_any_other(saved):
+    other = saved.with_name("other")
+    other.write_text("")
+    assert saved.stat().st_mode == other.stat().st_mode
 
 
 def test_a_recipe_of_another_version(saved):

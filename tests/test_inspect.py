@@ -48,7 +48,7 @@ def test_freezing_a_frozen_base_and_what_cannot_be_frozen():
     shake(model[0].memory)
     x = torch.randn(6)
     torch.testing.assert_close(nc.freeze(model[0], x)(x), model(x))
-    with pytest.raises(TypeError, match=r"takes an nc\.Linear or nc\.Conv2d, got a Sequential"):
+    with pytest.raises(TypeError, match=r"takes an nc\.Linear or nc\.Conv2d, got a torch Sequential"):
         nc.freeze(model, x)
     with pytest.raises(ValueError, match="empty batch"):
         nc.freeze(model[0], torch.randn(0, 6))
@@ -95,6 +95,9 @@ def test_a_diagnosis_leaves_the_model_as_it_was():
     assert list(found) == ["1"]
     assert [module.training for module in model] == [True, True, True, False]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="empty batch"):
+        nc.diagnose(model[1], torch.randn(0, 6))
+    assert nc.diagnose(model[1], torch.randn(6))[""].inputs == 1
     with pytest.raises(ValueError, match="no conditional layer"):
         nc.diagnose(nn.Linear(2, 2), torch.randn(1, 2))
 
@@ -103,4 +106,5 @@ def test_batches_of_several_arguments():
     layer = nc.Linear(6, 5, slots=4, control_features=2)
     x, control = torch.randn(3, 6), torch.randn(3, 2)
     assert nc.diagnose(layer, (x, control))[""].inputs == 3
+    assert nc.diagnose(layer, [x, control])[""].inputs == 3
     assert nc.diagnose(layer, {"x": x, "control": control})[""].inputs == 3

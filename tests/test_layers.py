@@ -15,11 +15,11 @@ BAD_OPTIONS = [
     ({"least_used": -1}, "least_used must be between"),
     ({"sharpness": 0.0}, "sharpness must be a positive number"),
     ({"sharpness": float("nan")}, "sharpness must be a positive number"),
+    ({"controller": 0}, "controller must be"),
     ({"controller": "gru"}, "controller must be 'linear', 'lstm' or a number"),
     ({"control_features": 0}, "control_features must be at least 1"),
     ({"compat": "paper"}, "compat must be None or 'authors'"),
     ({"compat": "authors", "rules": nc.Rules()}, "give one of them"),
-    ({"rules": nc.Rules(free_keys=("lefft",))}, "the banks are left, right, values"),
     ({"rules": nc.Rules(gate="state"), "steps": 2, "least_used": 1, "controller": "linear"}, "recurrent controller"),
     ({"rules": nc.Rules(integration="lstm"), "residual": True}, "recurrent controller"),
 ]
@@ -33,15 +33,49 @@ def test_bad_options_are_refused(options, message):
         nc.Conv2d(6, 5, 3, **{"slots": 4} | options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 2.5}, "slots must be a whole number, got 2.5"),
+        ({"heads": True}, "heads must be a whole number"),
+        ({"rules": "authors"}, "did you mean compat='authors'"),
+        ({"memory": 5}, "memory takes an nc.ProgramMemory"),
+        ({"bias": 30}, "bias must be True or False"),
+    ],
+)
+def test_options_of_the_wrong_type_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        nc.Linear(6, 5, **{"slots": 4} | options)
+
+
+def test_rules_are_checked():
+    with pytest.raises(ValueError, match=r"Rules.order must be one of 'descending', 'first', 'ascending', got 'desc'"):
+        nc.Rules(order="desc")
+    with pytest.raises(ValueError, match="the banks are left, right, values"):
+        nc.Rules(free_keys=("lefft",))
+    assert nc.Rules(free_keys=("values", "left")) == nc.Rules(free_keys=("left", "values"))
+
+
+def test_a_zero_control_has_gradients_of_ordinary_size():
+    torch.manual_seed(0)
+    layer = nc.Linear(8, 4, slots=5, steps=3, heads=2, least_used=2, control_features=3)
+    layer(torch.randn(2, 8), torch.zeros(2, 3)).sum().backward()
+    assert all(p.grad.abs().max() < 100 for p in layer.parameters() if p.grad is not None)
+
+
 def test_bad_input_is_refused():
     layer, conv = nc.Linear(6, 5, slots=4), nc.Conv2d(6, 5, 3, slots=4)
-    with pytest.raises(ValueError, match=r"x with 6 features in dimension -1, got shape \(2, 7\)"):
+    with pytest.raises(ValueError, match=r"x of shape \(\.\.\., 6\), got \(2, 7\)"):
         layer(torch.randn(2, 7))
+    with pytest.raises(TypeError, match=r"this layer is torch.float32, got x of torch.float64: convert one of them"):
+        layer(torch.randn(2, 6).double())
+    with pytest.raises(TypeError, match="takes a tensor, got x of type list"):
+        layer([1.0])
     with pytest.raises(TypeError, match=r"floating point numbers, got x of torch.int64: convert it first"):
         layer(torch.ones(2, 6, dtype=torch.long))
-    with pytest.raises(ValueError, match="got shape"):
+    with pytest.raises(ValueError, match=r"got \(\)"):
         layer(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"x with 6 features in dimension -3, got shape \(2, 5, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"x of shape \(batch, 6, height, width\), got \(2, 5, 8, 8\)"):
         conv(torch.randn(2, 5, 8, 8))
     with pytest.raises(ValueError, match=r"control gives \(3,\) programs for a batch of \(2,\)"):
         conv(torch.randn(2, 6, 8, 8), torch.randn(3, 6))
@@ -55,7 +89,7 @@ def test_a_control_is_asked_for():
         layer(torch.randn(2, 6), torch.randn(4, 3))
     with pytest.raises(ValueError, match=r"must begin that of x"):
         layer(torch.randn(2, 6), torch.randn(2, 7, 3))
-    with pytest.raises(ValueError, match="control with 3 features"):
+    with pytest.raises(ValueError, match=r"control of shape \(\.\.\., 3\), got \(2, 4\)"):
         layer(torch.randn(2, 6), torch.randn(2, 4))
     conv = nc.Conv2d(6, 5, 3, slots=4, control_features=3)
     with pytest.raises(ValueError, match="call it with control="):

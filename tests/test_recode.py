@@ -46,7 +46,8 @@ def test_the_new_layers_are_like_the_old():
         ("head.*", r"no module matches 'head\.\*'; the nearest that can be replaced: "),
         (["0", "clasifier"], "no module matches 'clasifier'"),
         ("1", "'1' matches only ReLU"),
-        (lambda name, module: False, "the predicate chose no module"),
+        (lambda name, module: False, "the predicate is never true"),
+        ([], "no pattern"),
     ],
 )
 def test_what_matches_nothing_is_named_and_nothing_changes(where, message):
@@ -62,8 +63,16 @@ def test_a_bad_option_changes_nothing():
     model = network()
     with pytest.raises(ValueError, match="least_used must be between"):
         nc.recode(model, "*", slots=4, least_used=5)
-    with pytest.raises(TypeError, match="slotz"):
+    with pytest.raises(TypeError, match="has no option 'slotz'; did you mean slots"):
         nc.recode(model, "*", slotz=4)
+    with pytest.raises(TypeError, match="takes bias from the layer"):
+        nc.recode(model, "*", slots=4, bias=False)
+    with pytest.raises(TypeError, match="layer must be a conditional layer"):
+        nc.recode(model, "*", nn.Linear, slots=4)
+    with pytest.raises(TypeError, match="where is a pattern"):
+        nc.recode(model, 2, slots=4)
+    with pytest.raises(ValueError, match="the model is itself the layer"):
+        nc.recode(nn.Linear(2, 2), "*", slots=4)
     with pytest.raises(ValueError, match="base must be"):
         nc.recode(model, "*", slots=4, base="keep")
     with pytest.raises(TypeError, match="is a ReLU"):
@@ -82,7 +91,9 @@ def test_trained_weights_are_not_thrown_away_silently():
         nc.recode(model, "*", slots=4)
 
 
-@pytest.mark.parametrize("options", [{"heads": 3}, {"steps": 3, "least_used": 2}, {"steps": 2, "compat": "authors"}])
+@pytest.mark.parametrize(
+    "options", [{"heads": 3}, {"steps": 3, "least_used": 2, "residual": True}, {"steps": 2, "compat": "authors"}]
+)
 def test_a_frozen_base_is_the_original_to_the_bit_and_never_moves(options):
     model = network()
     plain = copy.deepcopy(model)
@@ -105,7 +116,7 @@ def test_a_frozen_base_is_the_original_to_the_bit_and_never_moves(options):
 def test_a_layer_used_twice_is_replaced_twice():
     shared = nn.Linear(4, 4)
     model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
-    assert nc.recode(model, "a.0", slots=3) == ["a.0"]
+    assert nc.recode(model, "b.0", slots=3) == ["a.0"]
     assert model["a"][0] is model["b"][0]
 
 
@@ -129,6 +140,53 @@ def test_transformer_layers_work_in_training_and_in_the_fast_path_of_evaluation(
     torch.testing.assert_close(evaluated[:, :4], trained[:, :4])
     with pytest.raises(TypeError, match=r"belongs to an nn.MultiheadAttention, which reads its weight"):
         nc.recode(encoder, "*.out_proj", slots=4)
+
+
+def test_a_failure_half_way_changes_nothing():
+    memory = nc.Linear(4, 4, slots=3, rules=nc.Rules(free_keys=("right",))).memory
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
+    before = memory.right.detach().clone()
+    with pytest.raises(ValueError, match="the given memory has others"):
+        nc.recode(model, "*", base="frozen", slots=3, memory=memory)
+    with torch.no_grad():
+        memory.right.zero_()
+    with pytest.raises(ValueError, match="this layer needs 3 slots of 4x5"):
+        nc.recode(model, "*", base="frozen", slots=3, memory=memory)
+    assert before.any()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_what_is_recoded_already_is_left_alone():
+    model = network()
+    nc.recode(model, "*", base="frozen", slots=4)
+    with pytest.raises(ValueError, match="there is none left to replace"):
+        nc.recode(model, "*", slots=4)
+
+
+def test_layers_that_are_more_than_their_type_are_refused():
+    class Squashed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    class Dropped(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.drop = nn.Dropout()
+
+        def forward(self, x):
+            return super().forward(self.drop(x))
+
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    for layer, message in (
+        (Squashed(4, 4), "with a forward of its own"),
+        (Dropped(4, 4).eval(), "with a forward of its own"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "parametrised or pruned"),
+        (hooked, "has forward hooks"),
+        (torch.compile(nn.Linear(4, 4), backend="eager"), "recode first, compile afterwards"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            nc.recode(nn.Sequential(layer), "0", slots=3)
 
 
 def test_lazy_and_wrapped_models_are_refused():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neurocoder import layers
 from neurocoder.program import ProgramLayer
-from neurocoder.recode import REPLACEABLE, build, rules_from, swap
+from neurocoder.recode import REPLACEABLE, build, freeze_bases, refusal, rules_from, swap
 from neurocoder.trace import Conditional, conditional_layers, named_modules, unwrap
 
 FORMAT = 1
@@ -27,14 +27,21 @@ def save(model: nn.Module, file: str | os.PathLike) -> None:
 
     The file appears whole or not at all. Tensors that several names share are written once.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save takes a model and a file, got {type(model).__name__} first")
     model = unwrap(model)
     tensors, aliases = _distinct(model.state_dict())
     header = {"format": FORMAT, "layers": _recipe(model), "aliases": aliases}
     path = Path(file)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder")
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
         pass
     try:
         save_file(tensors, temporary.name, metadata={"neurocoder": json.dumps(header)})
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary.name, 0o666 & ~mask)  # a temporary file is its owner's alone
         os.replace(temporary.name, path)
     except BaseException:
         Path(temporary.name).unlink(missing_ok=True)
@@ -46,30 +53,45 @@ def load(model: nn.Module, file: str | os.PathLike) -> nn.Module:
 
     The model is changed only once the file has proved to fit it. Returns the model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"load takes a model and a file, got {type(model).__name__} first")
     header, tensors = _read(Path(file))
     plain = unwrap(model)
-    modules = dict(named_modules(plain))
-    replacements: dict[nn.Module, nn.Module] = {}
+    replacements = _replacements(plain, header["layers"], file)
+    undo = swap(plain, replacements)
+    try:
+        if _recipe(plain) != header["layers"]:
+            raise ValueError(f"{file}: its layers share memories otherwise than those of this model")
+        _fill(plain, tensors, header["aliases"], file)
+    except BaseException:
+        undo()
+        raise
+    freeze_bases(replacements.values())
+    return model
+
+
+def _replacements(model: nn.Module, entries: list[dict[str, Any]], file: Any) -> dict[nn.Module, Conditional]:
+    """The layers that the recipe asks for where the model has plain ones."""
+    modules, refuse = dict(named_modules(model)), refusal(model)
+    found: dict[nn.Module, Conditional] = {}
     memories: dict[str, nn.Module] = {}
-    for entry in header["layers"]:
+    for entry in entries:
         name = entry["name"]
         old = modules.get(name)
         if isinstance(old, Conditional) and _entry(name, old, {}) == entry | {"memory": None}:
             new = old
-        elif isinstance(old, REPLACEABLE):
-            new = replacements[old] = _rebuild(old, entry, memories)
+        elif isinstance(old, REPLACEABLE) and name:
+            try:
+                refuse(name, old)
+                new = found[old] = _rebuild(old, entry, memories)
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise ValueError(f"{file}: its recipe for {name!r} does not work here: {error}") from error
         else:
-            found = "nothing" if old is None else f"{type(old).__name__} with other options"
-            raise ValueError(f"{file}: its recipe re-codes {name!r}, where this model has {found}")
+            has = "nothing" if old is None else f"{type(old).__name__}, of other options or not to be replaced"
+            raise ValueError(f"{file}: its recipe re-codes {name!r}, where this model has {has}")
         if entry["memory"]:
             memories.setdefault(entry["memory"], new.memory)
-    swap(plain, replacements)
-    try:
-        _fill(plain, tensors, header["aliases"], file)
-    except BaseException:
-        swap(plain, {new: old for old, new in replacements.items()})
-        raise
-    return model
+    return found
 
 
 def _recipe(model: nn.Module) -> list[dict[str, Any]]:
@@ -145,7 +167,16 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     fields = {"name": str, "layer": str, "options": dict, "base": str, "memory": str | None}
     try:
         whole = all(isinstance(entry[field], kind) for entry in header["layers"] for field, kind in fields.items())
-        whole = whole and all(isinstance(name, str) for pair in header["aliases"].items() for name in pair)
+        names = {entry["name"] for entry in header["layers"]}
+        whole = (
+            whole
+            and len(names) == len(header["layers"])
+            and all(
+                entry["base"] in ("replace", "frozen") and entry["memory"] in names | {None}
+                for entry in header["layers"]
+            )
+        )
+        whole = whole and all(name in tensors and alias not in tensors for alias, name in header["aliases"].items())
     except (TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
@@ -156,6 +187,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _fill(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str], file: Any) -> None:
     tensors = tensors | {alias: tensors[name] for alias, name in aliases.items() if name in tensors}
     own = model.state_dict()
+    if _distinct(own)[1] != aliases:
+        raise ValueError(f"{file}: its model ties tensors otherwise than this one")
     problems = [f"{name} is missing in the file" for name in own.keys() - tensors.keys()]
     problems += [f"{name} is not in the model" for name in tensors.keys() - own.keys()]
     problems += [

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TINY = 1e-24  # the square of the norm below which a query counts as zero
+BANKS = ("left", "right", "values")
+EPSILON = 1e-6  # added to squared norms: a zero query has a zero cosine, and a gradient of ordinary size
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ class Rules:
     key_columns: bool = False
     initialisation: Literal["calibrated", "xavier"] = "calibrated"
 
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            allowed, value = get_args(kind), getattr(self, name)
+            if get_origin(kind) is Literal and value not in allowed:
+                raise ValueError(f"Rules.{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        unknown = set(self.free_keys) - set(BANKS)
+        if unknown:
+            raise ValueError(f"Rules.free_keys names {', '.join(sorted(unknown))}; the banks are {', '.join(BANKS)}")
+        object.__setattr__(self, "free_keys", tuple(bank for bank in BANKS if bank in self.free_keys))
+
     @classmethod
     def authors(cls, steps: int) -> Rules:
         """The choices of the authors' published code, all together (docs/paper.md)."""
@@ -73,15 +84,19 @@ class Rules:
 
 def full_precision(x: Tensor) -> AbstractContextManager:
     """No autocast inside: attention is never computed in half precision."""
+    return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
+
+
+def autocasting(x: Tensor) -> bool:
+    """Whether autocast is in force where x lives."""
     kind = x.device.type
-    in_force = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if in_force else nullcontext()
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def score(query_MKRN: Tensor, key_MPK: Tensor, sharpness: float) -> Tensor:
     """Sharpened cosine of every query with every key, the inside of Eq. 11: (M, P, R, N)."""
-    query_MKRN = query_MKRN * query_MKRN.square().sum(1, keepdim=True).clamp_min(TINY).rsqrt()
-    key_MPK = key_MPK * key_MPK.square().sum(2, keepdim=True).clamp_min(TINY).rsqrt()
+    query_MKRN = query_MKRN * query_MKRN.square().sum(1, keepdim=True).add(EPSILON).rsqrt()
+    key_MPK = key_MPK * key_MPK.square().sum(2, keepdim=True).add(EPSILON).rsqrt()
     return torch.bmm(key_MPK * sharpness, query_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
 
 

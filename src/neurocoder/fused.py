@@ -157,7 +157,7 @@ def _differentiable(ctx):
 
 
 def _unit(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    scale = x.square().sum(dim, keepdim=True).clamp_min_(functional.TINY).rsqrt_()
+    scale = x.square().sum(dim, keepdim=True).add_(functional.EPSILON).rsqrt_()
     return torch.mul(x, scale, out=x.new_empty(x.shape)), scale
 
 
@@ -279,7 +279,8 @@ def _recur_backward(d_attention, content, shut, usage, least, top):
             d_usage.sub_(one)
             d.add_(one)
         torch.gt(l, 0, out=one).mul_(d).mul_(s)
-        d_usage.sub_(one).addcmul_(torch.eq(m, high, out=two), one.sum(0))
+        torch.eq(m, high, out=two)
+        d_usage.sub_(one).addcmul_(two, one.sum(0).div_(two.sum(0)))  # equal maxima share the gradient
         d_g.addcmul_(torch.sub(c, l, out=one), d)
         later = m
     first = d_attention[0].add_(d_usage)

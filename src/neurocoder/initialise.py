@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder.controller import LinearController, LstmController
-from neurocoder.memory import BANKS, ProgramMemory
+from neurocoder.functional import BANKS
+from neurocoder.memory import ProgramMemory
 
 if TYPE_CHECKING:
     from neurocoder.program import Composition, ProgramLayer
@@ -52,6 +53,7 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
         _controller(layer.controller, authors=True)
         if layer.residual is not None:
             nn.init.xavier_uniform_(layer.residual.flatten(1))
+        _add_nothing(layer)
         return
     for _ in range(_DRAWS):
         if memory_too:
@@ -60,6 +62,15 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
         if _similarity(_probe(layer), layer.memory) < _ALIKE:
             break
     _calibrate(layer, _probe(layer))
+    _add_nothing(layer)
+
+
+def _add_nothing(layer: ProgramLayer) -> None:
+    """With a frozen base, a fresh layer's own part is zero."""
+    if layer.base is not None:
+        nn.init.zeros_(layer.memory.right)
+        if layer.residual is not None:
+            nn.init.zeros_(layer.residual)
 
 
 def _probe(layer: ProgramLayer) -> Composition:
@@ -116,7 +127,7 @@ def _memory_xavier(memory: ProgramMemory) -> None:
         vectors = memory.values[:, None] if bank == "values" else getattr(memory, bank)
         parts = [vectors, getattr(memory, f"{bank}_columns", None), getattr(memory, f"{bank}_keys")]
         parts = [part for part in parts if part is not None]
-        rows = nn.init.xavier_uniform_(torch.empty(memory.slots, sum(part.shape[1] for part in parts)))
+        rows = nn.init.xavier_uniform_(vectors.new_empty(memory.slots, sum(part.shape[1] for part in parts)))
         for part, columns in zip(parts, rows.split([part.shape[1] for part in parts], 1), strict=True):
             part.copy_(columns)
     for bank in BANKS:
@@ -144,8 +155,9 @@ def _lstm(controller: LstmController, columns: int) -> None:
     units = controller.units
     nn.init.normal_(controller.weight, std=_INPUT_STD / sqrt(columns))
     inward, forget, outward, candidate = controller.bias.chunk(4)
-    for bias, value in ((inward, _OPEN), (forget, -_OPEN), (outward, _OPEN), (candidate, 0.0)):
+    for bias, value in ((inward, _OPEN), (forget, -_OPEN), (outward, _OPEN)):
         nn.init.constant_(bias, value)
+    nn.init.normal_(candidate, std=_INPUT_STD)  # queries differ for a zero input as well
     if controller.recurrent is not None:
         nn.init.zeros_(controller.recurrent)
         gain = _RECURRENT_GAIN / sqrt(controller.heads)
@@ -168,7 +180,7 @@ def _lstm_authors(controller: LstmController, columns: int) -> None:
 
 def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
     """Random unit rows, orthogonal to each other as far as the shape allows."""
-    rows = nn.init.orthogonal_(torch.empty(shape, device=device))
+    rows = nn.init.orthogonal_(torch.empty(shape, device=device, dtype=torch.float32))
     return nn.functional.normalize(rows, dim=-1)
 
 

@@ -23,9 +23,12 @@ def orthogonality(model: nn.Module) -> Tensor:
 
     Zero for a model without memories, so that one training loop serves both.
     """
-    memories = {module for module in model.modules() if isinstance(module, ProgramMemory)}
-    terms = [functional.orthogonality_loss(bank) for memory in memories for bank in memory.orthogonal_banks()]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
+    memories = [module for module in model.modules() if isinstance(module, ProgramMemory)]
+    if not memories:
+        return torch.zeros(())
+    with functional.full_precision(memories[0].left):
+        terms = [functional.orthogonality_loss(bank) for memory in memories for bank in memory.orthogonal_banks()]
+        return torch.stack(terms).sum()
 
 
 @torch.no_grad()
@@ -36,7 +39,8 @@ def freeze(layer: ProgramLayer, x: Tensor, control: Tensor | None = None) -> nn.
     no program but the mean is ever formed.
     """
     if not isinstance(layer, ProgramLayer):
-        raise TypeError(f"freeze takes an nc.Linear or nc.Conv2d, got a {type(layer).__name__}")
+        kind = f"{type(layer).__module__.split('.')[0]} {type(layer).__name__}"
+        raise TypeError(f"freeze takes an nc.Linear or nc.Conv2d, got a {kind}: name the layer, e.g. model.fc")
     if getattr(layer, "before", None) is not None:
         raise TypeError("this layer does more than a convolution, see its `before`: no plain layer can hold it")
     composition = layer.composition(x, control)
@@ -59,7 +63,7 @@ def freeze(layer: ProgramLayer, x: Tensor, control: Tensor | None = None) -> nn.
         spread = _spread(layer, core_NPP, residual_N, left, right) / mean_OI.norm()
         warnings.warn(
             f"freeze: the mean of {len(core_NPP)} programs; the members lie {spread:.1%} of its norm away from it",
-            stacklevel=2,
+            stacklevel=3,
         )
     return plain
 
@@ -142,7 +146,7 @@ class Diagnosis:
 def diagnose(model: nn.Module, batch: Any) -> dict[str, Diagnosis]:
     """Run the model on a batch in evaluation mode and say how each conditional layer used what it stores.
 
-    A batch is a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+    A batch is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
     """
     layers = dict(conditional_layers(model))
     if not layers:
@@ -154,7 +158,7 @@ def diagnose(model: nn.Module, batch: Any) -> dict[str, Diagnosis]:
             if isinstance(batch, dict):
                 model(**batch)
             else:
-                model(*batch) if isinstance(batch, tuple) else model(batch)
+                model(*batch) if isinstance(batch, tuple | list) else model(batch)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -163,9 +167,12 @@ def diagnose(model: nn.Module, batch: Any) -> dict[str, Diagnosis]:
 
 def _diagnose(layer: ProgramLayer, calls: list[Attention]) -> Diagnosis:
     left, right, values = (
-        torch.cat([getattr(call, bank).flatten(0, -3) for call in calls]) for bank in ("left", "right", "values")
+        torch.cat([getattr(call, bank).reshape(-1, *call.left.shape[-2:]) for call in calls])
+        for bank in ("left", "right", "values")
     )
-    sigma = torch.cat([call.sigma.flatten(0, -2) for call in calls])
+    sigma = torch.cat([call.sigma.reshape(-1, call.sigma.shape[-1]) for call in calls])
+    if not len(left):
+        raise ValueError("diagnose needs at least one input, got an empty batch")
     attention = torch.stack((left, right, values))  # (3, inputs, components, slots)
     share = attention / attention.sum(-1, keepdim=True).clamp_min(1e-12)
     usage = share.mean((1, 2))

@@ -18,6 +18,12 @@ from neurocoder.memory import ProgramMemory
 from neurocoder.program import Composition, ProgramLayer
 
 
+def _at_least_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
 class Linear(ProgramLayer):
     """y_t = x_t W_t + b with W_t = sum_n sigma_tn u_tn v_tn^T [+ w^r_t sigma_tr R], composed for each x_t (Eq. 3, 15).
 
@@ -65,6 +71,7 @@ class Linear(ProgramLayer):
         device=None,
         dtype=None,
     ):
+        _at_least_one(in_features=in_features, out_features=out_features)
         super().__init__(
             in_features,
             out_features,
@@ -199,6 +206,7 @@ class Conv2d(ProgramLayer):
         device=None,
         dtype=None,
     ):
+        _at_least_one(in_channels=in_channels, out_channels=out_channels)
         # nn.Conv2d checks its arguments and knows its padding; this one on the meta device holds no memory.
         shape = nn.Conv2d(
             in_channels,
@@ -238,10 +246,13 @@ class Conv2d(ProgramLayer):
         self.before: nn.Module | None = None
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
-        if x.dim() == 3:
-            return self.forward(x[None], None if control is None else control[None])[0]
         composition = self.composition(x, control)
-        self._note(composition, x.shape[:1])
+        self._note(composition, x.shape[:-3])
+        if x.dim() == 3:
+            return self._convolve(x[None], composition)[0]
+        return self._convolve(x, composition)
+
+    def _convolve(self, x: Tensor, composition: Composition) -> Tensor:
         padded, padding = x if self.before is None else self.before(x), self.padding
         if self.padding_mode != "zeros":
             padded, padding = F.pad(padded, self._sides, mode=self.padding_mode), 0
@@ -262,7 +273,7 @@ class Conv2d(ProgramLayer):
 
         `program[b].t().view(out_channels, -1, *kernel_size)` is the weight of an `nn.Conv2d`.
         """
-        return self._programs(self.composition(x, control))
+        return self._programs(self.composition(x, control)).reshape(*x.shape[:-3], -1, self.out_channels)
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the images in factored form."""

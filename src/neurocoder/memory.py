@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from neurocoder.functional import Rules
-
-BANKS = ("left", "right", "values")
+from neurocoder.functional import BANKS, Rules
 
 
 class ProgramMemory(nn.Module):
@@ -52,9 +50,6 @@ class ProgramMemory(nn.Module):
         }.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        unknown = set(rules.free_keys) - set(BANKS)
-        if unknown:
-            raise ValueError(f"free_keys names {sorted(unknown)}; the banks are {', '.join(BANKS)}")
         self.in_features, self.out_features, self.slots = in_features, out_features, slots
         self.key_dim, self.gate_features, self.rules = key_dim, gate_features, rules
 
@@ -97,4 +92,5 @@ class ProgramMemory(nn.Module):
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def extra_repr(self) -> str:
-        return f"{self.slots} slots of {self.in_features}x{self.out_features}, key_dim={self.key_dim}"
+        gates = f"gates over {self.gate_features} features" if self.gate_features else "no gates"
+        return f"{self.slots} slots of {self.in_features}x{self.out_features}, key_dim={self.key_dim}, {gates}"

@@ -18,7 +18,12 @@ from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.trace import Attention, Conditional
 
-DEFAULT_SHARPNESS = 3.0  # at the default key_dim; the cosines of random directions shrink with its root
+
+def default_sharpness(key_dim: int, steps: int, compat: str | None) -> float:
+    """3 for keys of length 5; the cosines of random directions shrink with the root of it. The authors': 10 or 1."""
+    if compat is None:
+        return 3.0 * sqrt(key_dim / 5)
+    return 10.0 if steps > 1 else 1.0
 
 
 class Signals(NamedTuple):
@@ -83,8 +88,16 @@ class ProgramLayer(Conditional):
         self.controlled, control_features = given is not None, own if given is None else given
         sizes = {"slots": slots, "heads": heads, "steps": steps, "key_dim": key_dim}
         for name, size in (sizes | {"control_features": control_features}).items():
+            if type(size) is not int:
+                raise TypeError(f"{name} must be a whole number, got {size!r}")
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        if rules is not None and not isinstance(rules, Rules):
+            raise TypeError(f"rules takes an nc.Rules, got {rules!r}; did you mean compat='authors'?")
+        if memory is not None and not isinstance(memory, ProgramMemory):
+            raise TypeError(f"memory takes an nc.ProgramMemory, got a {type(memory).__name__}")
+        if not isinstance(bias, bool):
+            raise TypeError(f"bias must be True or False, got {bias!r}")
         if not 0 <= least_used <= slots:
             raise ValueError(f"least_used must be between 0 and slots={slots}, got {least_used}")
         if compat not in (None, "authors"):
@@ -92,14 +105,13 @@ class ProgramLayer(Conditional):
         if compat and rules:
             raise ValueError("compat and rules both choose the rules: give one of them")
         if sharpness is None:
-            default = DEFAULT_SHARPNESS * sqrt(key_dim / 5)
-            sharpness = default if compat is None else 10.0 if steps > 1 else 1.0
+            sharpness = default_sharpness(key_dim, steps, compat)
         if not 0 < sharpness < float("inf"):
             raise ValueError(f"sharpness must be a positive number, got {sharpness}")
         self.rules = Rules.authors(steps) if compat else rules or Rules()
         self.slots, self.heads, self.steps, self.key_dim = slots, heads, steps, key_dim
         self.least_used, self.sharpness, self.control_features = least_used, sharpness, control_features
-        self.controller_kind = controller or ("lstm" if steps > 1 else "linear")
+        self.controller_kind = ("lstm" if steps > 1 else "linear") if controller is None else controller
         factory = {"device": device, "dtype": dtype}
         self.controller = self._build_controller(factory)
         self.memory = self._build_memory(program_in, program_out, memory, factory)
@@ -122,7 +134,7 @@ class ProgramLayer(Conditional):
         kind, shape = self.controller_kind, (self.control_features, self.steps, self.heads, self.key_dim)
         if kind == "linear":
             return LinearController(*shape, **factory)
-        if kind == "lstm" or (isinstance(kind, int) and kind > 0):
+        if kind == "lstm" or (type(kind) is int and kind > 0):
             units = None if kind == "lstm" else kind
             return LstmController(*shape, units, self.rules.initial_state == "learned", **factory)
         raise ValueError(f"controller must be 'linear', 'lstm' or a number of LSTM units, got {kind!r}")
@@ -141,6 +153,12 @@ class ProgramLayer(Conditional):
         own = ProgramMemory(width, height, self.slots, self.key_dim, gate_features, self.rules, **factory)
         if given is None:
             return own
+        weight = self.controller.weight
+        if (given.left.dtype, given.left.device) != (weight.dtype, weight.device):
+            raise ValueError(
+                f"the given memory is {given.left.dtype} on {given.left.device}; "
+                f"this layer is {weight.dtype} on {weight.device}"
+            )
         if not given.fits(own):
             raise ValueError(
                 f"the given memory has {given.extra_repr()}; "
@@ -153,9 +171,14 @@ class ProgramLayer(Conditional):
         initialise.layer(self, memory_too=True)
 
     def adopt(self, base: nn.Linear | nn.Conv2d) -> None:
-        """Keep `base` as a frozen part: y = base(x) + x P_t, which equals base(x) until M_V is trained."""
-        self.base = base.requires_grad_(False)
+        """Add to `base` what is composed: y = base(x) + x P_t, which equals base(x) until M_V is trained.
+
+        The caller freezes the base once it stands in the network.
+        """
+        self.base = base
         nn.init.zeros_(self.memory.right)
+        if self.residual is not None:
+            nn.init.zeros_(self.residual)
 
     def options(self) -> dict[str, Any]:
         names = ("slots", "heads", "steps", "key_dim", "least_used", "sharpness")
@@ -251,16 +274,19 @@ class ProgramLayer(Conditional):
         return program_NIO if self.base is None else program_NIO + self.base.weight.flatten(1).t()
 
     def _check(self, x: Tensor, axis: int, size: int, what: str) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"nc.{type(self).__name__} takes a tensor, got {what} of type {type(x).__name__}")
         if not x.is_floating_point():
             raise TypeError(
                 f"nc.{type(self).__name__} takes floating point numbers, got {what} of {x.dtype}: "
                 f"convert it first, e.g. {what}.float()"
             )
         if x.dim() < -axis or x.shape[axis] != size:
-            raise ValueError(
-                f"nc.{type(self).__name__} expects {what} with {size} features in dimension {axis}, "
-                f"got shape {tuple(x.shape)}"
-            )
+            wanted = f"(..., {size})" if axis == -1 else f"(batch, {size}, height, width)"
+            raise ValueError(f"nc.{type(self).__name__} expects {what} of shape {wanted}, got {tuple(x.shape)}")
+        own = self.memory.left.dtype
+        if x.dtype != own and not functional.autocasting(x):
+            raise TypeError(f"this layer is {own}, got {what} of {x.dtype}: convert one of them")
 
     def extra_repr(self) -> str:
         return (

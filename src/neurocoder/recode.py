@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from neurocoder.functional import Rules
 from neurocoder.layers import Conv2d, Linear
-from neurocoder.program import ProgramLayer
+from neurocoder.program import ProgramLayer, default_sharpness
 from neurocoder.trace import Conditional, named_modules, unwrap
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -33,24 +35,29 @@ def recode(
 ) -> list[str]:
     """Replace layers of `model` by conditional ones, in place, and return the names of the replaced layers.
 
-    Everything is checked, and every new layer built, before anything is changed. Make the optimiser afterwards.
+    Everything is checked, and every new layer built, before anything is changed. Make the optimiser afterwards: one
+    made before trains the old parameters.
 
     Args:
         where: a glob pattern over module names ("classifier.*"; `*` crosses dots), several of them, or a predicate of
             name and module. `nn.Linear` and `nn.Conv2d` layers can be replaced.
         layer: the class of the new layers; with the default, a convolution becomes an `nc.Conv2d`.
-        base: "replace" starts afresh; "frozen" keeps the trained layer, frozen, and adds the composed program to its
-            output: the network starts as exactly the one it was.
-        options: for the constructor, e.g. slots=30.
+        base: "replace" starts afresh, whatever the old layer had learned; "frozen" keeps the trained layer, frozen, and
+            adds the composed program to its output: the network starts as exactly the one it was.
+        options: for the constructor, e.g. slots=30. Bias, device and dtype are those of the layer replaced.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recode takes an nn.Module first, got {type(model).__name__}")
     if base not in ("replace", "frozen"):
         raise ValueError(f"base must be 'replace' or 'frozen', got {base!r}")
     if isinstance(model, DistributedDataParallel):
         raise TypeError("recode the model before it is wrapped in DistributedDataParallel, which holds its parameters")
+    _check_options(layer, options)
     chosen = _choose(model, where)
     trained = [name for name, old in chosen.items() if base == "replace" and _looks_trained(old)]
-    new = {name: build(old, layer, base, options) for name, old in chosen.items()}
-    swap(model, {chosen[name]: new[name] for name in chosen})
+    new = {old: build(old, layer, base, options) for old in chosen.values()}
+    swap(model, new)
+    freeze_bases(new.values())
     if trained:
         warnings.warn(
             f"recode started afresh although these weights seem to have been trained: {', '.join(trained)}; "
@@ -65,29 +72,16 @@ def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str
     options = dict(options)
     if isinstance(old, nn.Conv2d) and layer is Linear:
         layer = Conv2d
+    if isinstance(old, nn.Linear) and layer is Conv2d:
+        raise TypeError("an nn.Linear cannot become an nc.Conv2d")
     if base == "frozen":
-        if not issubclass(layer, ProgramLayer):
-            raise TypeError(f"base='frozen' adds a composed program; {layer.__name__} does not compose one")
-        rules = options.pop("rules", None) or Rules()
-        if options.pop("compat", None):
-            rules = Rules.authors(options.get("steps", 1))
-        # M_V starts at zero, and keys made from equal slots would be equal for ever.
-        options["rules"] = replace(rules, free_keys=tuple({*rules.free_keys, "right"}))
+        _frozen_options(layer, options)
     options |= {"device": old.weight.device, "dtype": old.weight.dtype}
     options["bias"] = old.bias is not None and base == "replace"  # a frozen base keeps its own
+    names = ("in_features", "out_features")
     if isinstance(old, nn.Conv2d):
-        names = (
-            "in_channels",
-            "out_channels",
-            "kernel_size",
-            "stride",
-            "padding",
-            "dilation",
-            "groups",
-            "padding_mode",
-        )
-    else:
-        names = ("in_features", "out_features")
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+        names = (*names, "padding_mode")
     new = layer(**{name: getattr(old, name) for name in names}, **options)
     if base == "frozen":
         new.adopt(old)
@@ -96,79 +90,154 @@ def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str
     return new.train(old.training)
 
 
-def swap(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Put each new module wherever the old one stands."""
-    owners = [*unwrap(model).modules()]
+def _frozen_options(layer: type[Conditional], options: dict[str, Any]) -> None:
+    """M_V starts at zero, and keys made from equal slots would be equal for ever: let them be free."""
+    if not issubclass(layer, ProgramLayer):
+        raise TypeError(f"base='frozen' adds a composed program; {layer.__name__} does not compose one")
+    memory, compat, rules = options.get("memory"), options.pop("compat", None), options.pop("rules", None)
+    if memory is not None and memory.right.any():
+        raise ValueError("base='frozen' starts with right vectors of zero; the given memory has others")
+    if compat not in (None, "authors") or (compat and rules):
+        raise ValueError(f"compat must be None or 'authors', and not beside rules; got {compat!r}")
+    steps = options.get("steps", 1)
+    if options.get("sharpness") is None:
+        options["sharpness"] = default_sharpness(options.get("key_dim", 5), steps, compat)
+    rules = Rules.authors(steps) if compat else rules or Rules()
+    options["rules"] = replace(rules, free_keys=(*rules.free_keys, "right"))
+
+
+def freeze_bases(layers: Iterable[nn.Module]) -> None:
+    """The last step of surgery: what is kept of the old layers is not trained."""
+    for layer in layers:
+        if getattr(layer, "base", None) is not None:
+            layer.base.requires_grad_(False)
+
+
+def swap(model: nn.Module, replacements: dict[nn.Module, Conditional]) -> Callable[[], None]:
+    """Put each new module wherever the old one stands; returns how to undo it."""
+    owners, undo = [*unwrap(model).modules()], []
     for owner in owners:
         for name, child in owner._modules.items():
-            if child in replacements and owner is not replacements[child]:
+            if child in replacements:
+                undo.append((owner._modules, name, child))
                 owner._modules[name] = replacements[child]
-                if isinstance(owner, nn.TransformerEncoderLayer):
-                    owner.activation_relu_or_gelu = 0  # its fast path reads linear1.weight: turn that path off
+                if isinstance(owner, nn.TransformerEncoderLayer):  # its fast path reads linear1.weight: turn it off
+                    undo.append((owner.__dict__, "activation_relu_or_gelu", owner.activation_relu_or_gelu))
+                    owner.activation_relu_or_gelu = 0
     for encoder in owners:
         if isinstance(encoder, nn.TransformerEncoder):  # and so does that of the encoder around it
+            undo.append((encoder.__dict__, "use_nested_tensor", encoder.use_nested_tensor))
             encoder.use_nested_tensor &= all(getattr(layer, "activation_relu_or_gelu", 1) for layer in encoder.layers)
+
+    def put_back() -> None:
+        for place, name, value in reversed(undo):
+            place[name] = value
+
+    return put_back
+
+
+def _check_options(layer: type[Conditional], options: dict[str, Any]) -> None:
+    if not (isinstance(layer, type) and issubclass(layer, Conditional)):
+        raise TypeError(f"layer must be a conditional layer such as nc.Linear, got {layer!r}")
+    fixed = {"bias", "device", "dtype"} & options.keys()
+    if fixed:
+        raise TypeError(f"recode takes {', '.join(sorted(fixed))} from the layer it replaces: leave it out")
+    known = [*inspect.signature(layer).parameters]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1) or [", ".join(known)]
+            raise TypeError(f"{layer.__name__} has no option {name!r}; did you mean {near[0]}?")
 
 
 def _choose(model: nn.Module, where: Where) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in named_modules(model) if name}
+    """The modules to replace, by the first name of each."""
+    if isinstance(unwrap(model), REPLACEABLE):
+        raise ValueError(
+            "the model is itself the layer: build an nc.Linear or nc.Conv2d, or put it into an nn.Sequential"
+        )
+    modules = _outside_conditional_layers(model)
+    first = {module: name for name, module in reversed(modules.items())}
     if callable(where):
         chosen = {name: module for name, module in modules.items() if where(name, module)}
-        if not chosen:
-            raise ValueError("the predicate chose no module")
+    elif isinstance(where, str | Iterable):
+        patterns = [where] if isinstance(where, str) else [*where]
+        chosen = {name: module for pattern in patterns for name, module in _match(pattern, modules).items()}
     else:
-        chosen = {}
-        for pattern in [where] if isinstance(where, str) else where:
-            chosen |= _match(pattern, modules)
-    owners = {child: owner for _, owner in named_modules(model) for child in owner.children()}
-    uses = _uses(model)
+        raise TypeError(f"where is a pattern such as '2', several of them, or a predicate; got {where!r}")
+    if not chosen:
+        raise ValueError("nothing was chosen: " + ("the predicate is never true" if callable(where) else "no pattern"))
+    chosen = {first[module]: module for module in chosen.values()}
+    refuse = refusal(model)
     for name, module in chosen.items():
-        _refuse(name, module, owners[module], uses)
+        refuse(name, module)
     return chosen
 
 
+def _outside_conditional_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules by all their names, but for those inside of layers that are re-coded already."""
+    found, inside = {}, set()
+    for name, module in unwrap(model).named_modules(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if owner in inside or isinstance(module, Conditional):
+            inside.add(name)
+        elif name:
+            found[name.replace("_orig_mod.", "")] = unwrap(module)
+    return found
+
+
 def _match(pattern: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    found = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
+    found = {name: module for name, module in modules.items() if fnmatchcase(name, str(pattern))}
     layers: dict[str, nn.Module] = {n: module for n, module in found.items() if isinstance(module, REPLACEABLE)}
     if layers:
         return layers
     candidates = [name for name, module in modules.items() if isinstance(module, REPLACEABLE)]
-    near = get_close_matches(pattern, candidates, n=5, cutoff=0.0)
-    hint = f"the nearest that can be replaced: {', '.join(near)}" if near else "the model has no nn.Linear or nn.Conv2d"
+    near = get_close_matches(str(pattern), candidates, n=5, cutoff=0.0)
+    hint = f"the nearest that can be replaced: {', '.join(near)}" if near else "there is none left to replace"
     if not found:
         raise ValueError(f"no module matches {pattern!r}; {hint}")
     kinds = sorted({type(module).__name__ for module in found.values()})
-    raise ValueError(
-        f"{pattern!r} matches only {', '.join(kinds)}, and recode replaces nn.Linear and nn.Conv2d; {hint}"
-    )
+    raise ValueError(f"{pattern!r} matches only {', '.join(kinds)}; recode replaces nn.Linear and nn.Conv2d; {hint}")
 
 
-def _refuse(name: str, module: nn.Module, owner: nn.Module, uses: dict[nn.Parameter, set[str]]) -> None:
-    """Raise if this module cannot be replaced without breaking its owner."""
-    if not isinstance(module, REPLACEABLE):
-        raise TypeError(f"{name} is a {type(module).__name__}; recode replaces nn.Linear and nn.Conv2d")
-    if isinstance(owner, nn.MultiheadAttention):
-        raise TypeError(
-            f"{name} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it: "
-            "it would never run. Recode the feed-forward layers, or use an attention that calls its layers"
-        )
-    if isinstance(module.weight, nn.parameter.UninitializedParameter):
-        raise TypeError(f"{name} is lazy and has no shape yet: run the model once before recoding it")
-    if not _does_as_its_type(module):
-        raise TypeError(
-            f"{name} is a {type(module).__name__} with a forward of its own that a re-coded layer would not "
-            f"repeat: put a plain {'nn.Linear' if isinstance(module, nn.Linear) else 'nn.Conv2d'} there first"
-        )
-    others = uses[module.weight] - {name}
-    if others:
-        raise ValueError(f"the weight of {name} is also that of {', '.join(sorted(others))}: untie them first")
+def refusal(model: nn.Module) -> Callable[[str, nn.Module], None]:
+    """A function that raises if a module cannot be replaced without breaking its owner."""
+    owners = {unwrap(child): owner for _, owner in named_modules(model) for child in owner.children()}
+    wrapped = {unwrap(child) for module in model.modules() for child in module.children() if unwrap(child) is not child}
+    uses = _uses(model)
+
+    def refuse(name: str, module: nn.Module) -> None:
+        if not isinstance(module, REPLACEABLE):
+            raise TypeError(f"{name} is a {type(module).__name__}; recode replaces nn.Linear and nn.Conv2d")
+        if isinstance(owners[module], nn.MultiheadAttention):
+            raise TypeError(
+                f"{name} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it: it would "
+                "never run. Name the layers to replace so that it is left out, e.g. '*linear?'"
+            )
+        if module in wrapped:
+            raise TypeError(f"{name} is compiled by itself: recode first, compile afterwards")
+        if isinstance(module.weight, nn.parameter.UninitializedParameter):
+            raise TypeError(f"{name} is lazy and has no shape yet: run the model once before recoding it")
+        if module._parameters.get("weight") is None:
+            raise TypeError(f"the weight of {name} is parametrised or pruned: make that permanent first")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise TypeError(f"{name} has forward hooks, which a new layer would not have: remove them first")
+        if not _does_as_its_type(module):
+            raise TypeError(
+                f"{name} is a {type(module).__name__} with a forward of its own, which a re-coded layer would not do: "
+                f"put a plain {'nn.Linear' if isinstance(module, nn.Linear) else 'nn.Conv2d'} there first"
+            )
+        others = uses[module.weight] - {name}
+        if others:
+            raise ValueError(f"the weight of {name} is also that of {', '.join(sorted(others))}: untie them first")
+
+    return refuse
 
 
 def _before(old: nn.Module) -> nn.Module | None:
-    """What a layer applies to its input first; None for the plain nn.Linear and nn.Conv2d."""
-    plain = type(old).forward in (nn.Linear.forward, nn.Conv2d.forward)
+    """What a convolution with a forward of its own applies first, such as padding; None for others."""
     children = [*old.children()]
-    return None if plain or not children else nn.Sequential(*children)
+    own = isinstance(old, nn.Conv2d) and type(old).forward is not nn.Conv2d.forward
+    return nn.Sequential(*children) if own and children else None
 
 
 @torch.no_grad()
@@ -176,17 +245,22 @@ def _does_as_its_type(old: nn.Module) -> bool:
     """Whether a subclass with a forward of its own computes a plain layer after its children, tried on random input."""
     if type(old).forward in (nn.Linear.forward, nn.Conv2d.forward):
         return True
-    if old.weight.is_meta:
+    if old.weight.is_meta or any(child.state_dict() for child in old.children()):
         return False
-    generator = torch.Generator().manual_seed(0)
     shape = (2, old.in_features) if isinstance(old, nn.Linear) else (2, old.in_channels, 33, 32)
-    x = torch.randn(shape, generator=generator).to(old.weight)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(old.weight)
+    plain = nn.Linear.forward if isinstance(old, nn.Linear) else nn.Conv2d.forward
     try:
-        plain = nn.Linear.forward if isinstance(old, nn.Linear) else nn.Conv2d.forward
-        before = _before(old)
-        return torch.allclose(plain(old, x if before is None else before(x)), old(x), rtol=1e-4, atol=1e-5)
+        with torch.random.fork_rng(devices=[]):
+            for mode in (True, False):
+                twin = copy.deepcopy(old).train(mode)
+                before = _before(twin)
+                wanted = plain(twin, x if before is None else before(x))
+                if not torch.allclose(wanted, twin(x), rtol=1e-4, atol=1e-5):
+                    return False
     except (RuntimeError, TypeError, ValueError):
         return False
+    return True
 
 
 def _uses(model: nn.Module) -> dict[nn.Parameter, set[str]]:
@@ -210,6 +284,4 @@ def _looks_trained(old: nn.Module) -> bool:
 def rules_from(options: dict[str, Any]) -> dict[str, Any]:
     """Constructor options from their JSON form."""
     rules = options.get("rules")
-    if rules is None:
-        return options
-    return options | {"rules": Rules(**{**rules, "free_keys": tuple(rules["free_keys"])})}
+    return options if rules is None else options | {"rules": Rules(**rules | {"free_keys": tuple(rules["free_keys"])})}

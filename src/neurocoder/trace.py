@@ -28,6 +28,10 @@ class Attention:
     sigma: Tensor
     residual: Tensor | None
 
+    def __repr__(self) -> str:
+        shapes = (f"{name} {tuple(value.shape)}" for name, value in vars(self).items() if value is not None)
+        return f"Attention({', '.join(shapes)})"
+
 
 class Conditional(nn.Module):
     """A layer whose computation depends on its input: what `trace`, `diagnose`, `recode` and `save` work with."""
@@ -58,12 +62,20 @@ class Trace(Mapping):
 
     def __getitem__(self, name: str) -> Any:
         calls = self.calls(name)
-        if len(calls) != 1:
-            raise KeyError(f"{name!r} was called {len(calls)} times: use seen.calls({name!r})")
+        if not calls:
+            raise ValueError(f"{name!r} was not called: run the model inside of the with block")
+        if len(calls) > 1:
+            raise ValueError(f"{name!r} was called {len(calls)} times: use seen.calls({name!r})")
         return calls[0]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._calls
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._calls)
+
+    def __repr__(self) -> str:
+        return f"Trace({', '.join(f'{name}: {len(calls)} calls' for name, calls in self._calls.items())})"
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -75,6 +87,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
     Recorded tensors are part of the graph: a loss may use them. Detach what you keep.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace takes an nn.Module, got {type(model).__name__}")
     layers = dict(conditional_layers(model))
     outer = {name: layer._calls for name, layer in layers.items()}
     seen = Trace({name: [] for name in layers})
