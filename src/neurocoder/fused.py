@@ -90,7 +90,10 @@ class _Compose(torch.autograd.Function):
         score_JPMHN = score_MPX.view(3, key.shape[1], steps, heads, rows).permute(2, 1, 0, 3, 4)
         if sharpness > _SAFE:
             score_JPMHN = score_JPMHN - score_JPMHN.amax(1, keepdim=True)
-        content = torch.exp(score_JPMHN, out=score_MPX.new_empty(score_JPMHN.shape))
+        if gate is None:
+            content = score_JPMHN.exp_()
+        else:  # the recursion wants its steps in one piece each
+            content = torch.exp(score_JPMHN, out=score_MPX.new_empty(score_JPMHN.shape))
         del score_MPX, score_JPMHN  # what is freed here is written next, while it is in the cache
         content.div_(content.sum(1, keepdim=True))
         if gate is None:
@@ -204,10 +207,12 @@ def _backward(
             else (d_gate[0].sum(2, keepdim=True).transpose(0, 1))
         )
     d_attention.mul_(content)
-    d_score_MPJHN = content.new_empty(3, key.shape[1], *unit.shape[2:])
-    torch.addcmul(
-        d_attention, content, d_attention.sum(1, keepdim=True), value=-1, out=d_score_MPJHN.permute(2, 1, 0, 3, 4)
-    )
+    correction = d_attention.sum(1, keepdim=True)
+    if gate is None:
+        d_score_MPJHN = d_attention.addcmul_(content, correction, value=-1).permute(2, 1, 0, 3, 4)
+    else:
+        d_score_MPJHN = content.new_empty(3, key.shape[1], *unit.shape[2:])
+        torch.addcmul(d_attention, content, correction, value=-1, out=d_score_MPJHN.permute(2, 1, 0, 3, 4))
     d_score_MPX = d_score_MPJHN.flatten(2)
     sharp, key_scale = _unit(key, 2)
     d_unit = torch.bmm(sharp.transpose(1, 2) * setting.sharpness, d_score_MPX).view_as(unit)
