@@ -5,7 +5,7 @@ RUN := .venv/bin
 
 .PHONY: demo test bench clean
 
-demo: .venv/ready  ## train a re-coded network beside its plain twin (under two minutes)
+demo: .venv/ready  ## train a re-coded network beside its plain twin (40 seconds)
 	$(RUN)/python -m neurocoder_lab.demo
 
 test: .venv/ready  ## style, types and tests

@@ -38,7 +38,7 @@ OPTIONS = {"slots": 30, "key_dim": 5, "least_used": 5}
 
 def stepper(module: nn.Module, x: Tensor, run: Callable | None = None) -> Callable[[], float]:
     """A function that times one forward and backward; gradients are dropped outside of the timed part."""
-    run = run or module
+    run = module if run is None else run
     with torch.no_grad():
         output = run(x)
         d_output = torch.randn_like(output[0] if isinstance(output, tuple) else output)
