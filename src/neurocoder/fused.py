@@ -25,7 +25,7 @@ from neurocoder.functional import Rules
 _PAPER = Rules()
 _RULES = ("first_step", "usage", "least_used", "content", "order")
 _ROUNDS = 8  # up to so many least-used slots, rounds of minima are faster than a selection
-_BLOCK = 131072  # numbers in one step's attention: what the cache holds several of
+_BLOCK = 65536  # numbers in one step's attention: what the cache holds several of
 _SAFE = 40.0  # exp(±40) and sums of it are far from the limits of float32: no maximum need be subtracted
 
 
@@ -226,48 +226,36 @@ def _recur(content, open_, least_used):
     attention = torch.empty_like(content)
     usage, least = torch.empty_like(content[1:]), torch.empty_like(content[1:])
     top = content.new_empty(len(usage), *content.shape[2:])
-    for by_rounds in (True, False) if least_used <= _ROUNDS and content.is_cpu else (False,):
-        counted = _recur_steps(content, open_.expand_as(content), attention, usage, least, top, least_used, by_rounds)
-        if counted <= least_used * top.numel():  # else there were ties, which rounds of minima cannot tell apart
-            break
-    return attention, usage, least, top
-
-
-def _recur_steps(content, open_, attention, usage, least, top, least_used, by_rounds):
-    """Fill in the steps one by one; returns how many slots counted as least used."""
-    rest, among, threshold = torch.empty_like(content[0]), torch.empty_like(content[0]), torch.empty_like(top[0])
-    counts, last = [], None
-    steps = zip(
-        content.unbind(0),
-        open_.unbind(0),
-        attention.unbind(0),
-        [None, *usage.unbind(0)],
-        [None, *least.unbind(0)],
-        [None, *top.unbind(0)],
-        strict=True,
-    )
+    rest, among = torch.empty_like(content[0]), torch.empty_like(content[0])
+    last = None
+    steps = zip(content.unbind(0), open_.expand_as(content).unbind(0), attention.unbind(0), [None, *usage.unbind(0)],
+                [None, *least.unbind(0)], [None, *top.unbind(0)], strict=True)  # fmt: skip
     for c, g, w, m, l, high in steps:
         if m is None:
             torch.mul(c, g, out=w)
         else:
             m.copy_(last[0]) if last[1] is None else torch.maximum(last[0], last[1], out=m)
-            if by_rounds:
-                remaining = m
-                torch.amin(m, 0, out=threshold)
-                for _ in range(least_used - 1):
-                    torch.le(remaining, threshold, out=among)
-                    remaining = torch.add(
-                        remaining, among, alpha=4.0, out=rest
-                    )  # attention is at most 1: out of the way
-                    torch.amin(rest, 0, out=threshold)
-            else:
-                torch.amax(m.topk(least_used, dim=0, largest=False, sorted=False).values, 0, out=threshold)
-            torch.le(m, threshold, out=among)
-            counts.append(among.sum())
+            _among_least_used(m, least_used, rest, out=among)
             torch.sub(torch.amax(m, 0, out=high), m, out=l).mul_(among)
             torch.lerp(l, c, g, out=w)
         last = (w, m)
-    return 0 if not by_rounds else sum(count.item() for count in counts)
+    return attention, usage, least, top
+
+
+def _among_least_used(usage, count, rest, out):
+    """1 for the slots whose usage is at most the `count`-th smallest, 0 for the others."""
+    if count <= _ROUNDS and usage.is_cpu:
+        threshold, remaining = usage.amin(0), usage
+        for _ in range(count - 1):
+            torch.le(remaining, threshold, out=out)
+            remaining = torch.add(remaining, out, alpha=4.0, out=rest)  # attention is at most 1
+            threshold = rest.amin(0)
+        torch.le(usage, threshold, out=out)
+        if out.sum().item() <= count * threshold.numel():
+            return
+        # Some usages are equal, and rounds of minima count those as one.
+    threshold = usage.topk(count, dim=0, largest=False, sorted=False).values.amax(0)
+    torch.le(usage, threshold, out=out)
 
 
 def _recur_backward(d_attention, content, shut, usage, least, top):
