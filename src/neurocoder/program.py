@@ -18,6 +18,8 @@ from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.trace import Attention, Conditional
 
+_MANY = 16  # with so many rows a column, products of a transposed copy are twice as fast
+
 
 def default_sharpness(key_dim: int, steps: int, compat: str | None) -> float:
     """3 for keys of length 5; the cosines of random directions shrink with the root of it. The authors': 10 or 1."""
@@ -204,7 +206,10 @@ class ProgramLayer(Conditional):
         if self.integration_weight is not None:
             parts["opening"] = (self.integration_weight, self.integration_bias)
         weight, bias = (torch.cat(pieces) for pieces in zip(*parts.values(), strict=True))
-        product_XN = torch.addmm(bias[:, None], weight, control_NC.t())
+        control_CN = control_NC.t()
+        if not torch.compiler.is_compiling() and control_CN.shape[1] > _MANY * control_CN.shape[0]:
+            control_CN = control_CN.contiguous()
+        product_XN = torch.addmm(bias[:, None], weight, control_CN)
         dtype = torch.promote_types(own.dtype, torch.float32)
         with functional.full_precision(control_NC):
             pieces = product_XN.to(dtype).split([len(weight) for weight, _ in parts.values()])
