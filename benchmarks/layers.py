@@ -93,7 +93,7 @@ def linear_layers(widths: list[int], repeats: int, compiled: bool) -> dict[str, 
         steps = {name: stepper(module, x) for name, module in modules.items()}
         if compiled:
             steps |= {f"{name} compiled": stepper(modules[name], x, torch.compile(modules[name])) for name in SETTINGS}
-        times = interleave(steps, repeats if width < 4096 else max(7, repeats // 3))
+        times = interleave(steps, repeats)
         rows[f"Linear {width}x{width}"] = ratios(times)
     return rows
 
