@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +30,7 @@ def worker(rank: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = build()
-    model.load_state_dict(torch.load(f"{folder}/start.pt", weights_only=True))  # threads change a QR in its last bits
+    model.load_state_dict(load_file(f"{folder}/start.safetensors"))  # threads change a QR in its last bits
     model = DistributedDataParallel(model)  # find_unused_parameters=False: an unused one would raise in step 2
     x, y = data()
     mine = slice(4 * rank, 4 * rank + 4)
@@ -38,17 +39,17 @@ def worker(rank: int, store: str, folder: str) -> None:
         with nc.trace(model) as seen:
             nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
     assert list(seen) == ["0", "2", "4"]
-    torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+    save_file({name: p.grad for name, p in model.module.named_parameters()}, f"{folder}/{rank}.safetensors")
     dist.destroy_process_group()
 
 
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     model = build()
-    torch.save(model.state_dict(), tmp_path / "start.pt")
+    save_file(model.state_dict(), tmp_path / "start.safetensors")
     mp.spawn(worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     x, y = data()
     nn.functional.cross_entropy(model(x), y).backward()
     for rank in range(2):
-        grads = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            torch.testing.assert_close(grad, parameter.grad, rtol=1e-9, atol=1e-12)
+        grads = load_file(tmp_path / f"{rank}.safetensors")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
