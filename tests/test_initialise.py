@@ -53,7 +53,7 @@ def test_a_seed_decides_everything_and_probing_takes_no_random_numbers():
         assert torch.equal(a, b)
 
 
-SIZES = [  # of the authors' code, less what it never uses: tests/test_initialise.py counts the same parameters
+SIZES = [  # as the authors' code has them; the 88 are a map that it builds and never calls
     pytest.param([(16, 1)], {"slots": 10, "heads": 15, "key_dim": 3}, nn.GRU(2, 16), 3600, id="polynomial single-step"),
     pytest.param(
         [(8, 1)], {"slots": 20, "steps": 5, "key_dim": 3, "least_used": 2}, nn.GRU(2, 8), 2150 - 88,

@@ -206,6 +206,15 @@ def queries(state_UJN: Tensor, key_dim: int, heads: int) -> Tensor:
     return query_MKHJN.transpose(2, 3).flatten(2, 3)
 
 
+def similarity(vectors_NRI: Tensor) -> Tensor:
+    """Mean cosine over the pairs of vectors of one program, near 1 in program collapse; 1 where there is only one."""
+    components = vectors_NRI.shape[1]
+    if components == 1:
+        return vectors_NRI.new_ones(())
+    together_NI = F.normalize(vectors_NRI, dim=-1).sum(1)
+    return (together_NI.square().sum(-1).mean() - components) / (components * (components - 1))
+
+
 def orthogonality_loss(bank_PI: Tensor) -> Tensor:
     """One term of Eq. 5, the Frobenius norm of M M^T - I; it cannot vanish where slots outnumber columns."""
     gram_PP = bank_PI @ bank_PI.t()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from neurocoder import functional
 from neurocoder.controller import LinearController, LstmController
 from neurocoder.functional import BANKS
 from neurocoder.memory import ProgramMemory
@@ -53,20 +54,21 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
         _controller(layer.controller, authors=True)
         if layer.residual is not None:
             nn.init.xavier_uniform_(layer.residual.flatten(1))
-        _add_nothing(layer)
+        add_nothing(layer)
         return
     for _ in range(_DRAWS):
         if memory_too:
             _memory(layer.memory)
         _controller(layer.controller, authors=False)
-        if _similarity(_probe(layer), layer.memory) < _ALIKE:
+        if not _alike(_probe(layer), layer.memory):
             break
     _calibrate(layer, _probe(layer))
-    _add_nothing(layer)
+    add_nothing(layer)
 
 
-def _add_nothing(layer: ProgramLayer) -> None:
-    """With a frozen base, a fresh layer's own part is zero."""
+@torch.no_grad()
+def add_nothing(layer: ProgramLayer) -> None:
+    """With a frozen base, a fresh layer's own part is zero: the layer is its base until it is trained."""
     if layer.base is not None:
         nn.init.zeros_(layer.memory.right)
         if layer.residual is not None:
@@ -80,14 +82,10 @@ def _probe(layer: ProgramLayer) -> Composition:
     return layer.compose(control.to(layer.gain.dtype))
 
 
-def _similarity(composition: Composition, memory: ProgramMemory) -> float:
-    """Mean cosine of the left vectors of one program; -1 where there is but one."""
-    left_RNI = composition.left_PRN.permute(1, 2, 0) @ memory.left.to(composition.left_PRN.dtype)
-    components = len(left_RNI)
-    if components == 1:
-        return -1.0
-    unit = nn.functional.normalize(left_RNI, dim=-1)
-    return ((unit.sum(0).square().sum(-1).mean() - components) / (components * (components - 1))).item()
+def _alike(composition: Composition, memory: ProgramMemory) -> bool:
+    """Whether a program's components look the same, where there are several."""
+    left_NRI = composition.left_PRN.permute(2, 1, 0) @ memory.left.to(composition.left_PRN.dtype)
+    return left_NRI.shape[1] > 1 and functional.similarity(left_NRI).item() >= _ALIKE
 
 
 def _memory(memory: ProgramMemory) -> None:

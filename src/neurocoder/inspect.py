@@ -182,7 +182,7 @@ def _diagnose(layer: ProgramLayer, calls: list[Attention]) -> Diagnosis:
         entropy_batch=_entropy(usage),
         dead=(usage < DEAD / layer.slots).sum(-1),
         imbalance=usage.std(-1, correction=0) * layer.slots,
-        similarity=_similarity(left @ layer.memory.left.to(left.dtype)),
+        similarity=functional.similarity(left @ layer.memory.left.to(left.dtype)).item(),
         effective_rank=_effective_rank(layer, left, sigma, right),
         inputs=len(left),
     )
@@ -190,16 +190,6 @@ def _diagnose(layer: ProgramLayer, calls: list[Attention]) -> Diagnosis:
 
 def _entropy(share: Tensor) -> Tensor:
     return -torch.xlogy(share, share).sum(-1)
-
-
-def _similarity(vectors_NRI: Tensor) -> float:
-    """Mean cosine over pairs of components of one program; 1 by convention where there is only one."""
-    unit = nn.functional.normalize(vectors_NRI, dim=-1)
-    components = unit.shape[1]
-    if components == 1:
-        return 1.0
-    total = unit.sum(1).square().sum(-1) - components
-    return (total / (components * (components - 1))).mean().item()
 
 
 def _effective_rank(layer: ProgramLayer, left_NRP: Tensor, sigma_NR: Tensor, right_NRP: Tensor) -> float:

@@ -149,11 +149,7 @@ class Linear(ProgramLayer):
         self._check(x, -1, self.in_features, "x")
         x_YI = x.reshape(-1, self.in_features)
         if control is None:
-            if self.controlled:
-                raise ValueError(
-                    f"this layer was built with control_features={self.control_features}: "
-                    f"call it with control=, of shape (..., {self.control_features})"
-                )
+            self._needs_no_control()
             return x.shape[:-1], x_YI, x_YI
         self._check(control, -1, self.control_features, "control")
         lead = control.shape[:-1]
@@ -279,11 +275,7 @@ class Conv2d(ProgramLayer):
         """The programs of the images in factored form."""
         self._check(x, -3, self.in_channels, "x")
         if control is None:
-            if self.controlled:
-                raise ValueError(
-                    f"this layer was built with control_features={self.control_features}: "
-                    f"call it with control=, of shape (batch, {self.control_features})"
-                )
+            self._needs_no_control()
             control = x.mean((-2, -1))
         self._check(control, -1, self.control_features, "control")
         if control.shape[:-1] != x.shape[:-3]:

@@ -178,9 +178,7 @@ class ProgramLayer(Conditional):
         The caller freezes the base once it stands in the network.
         """
         self.base = base
-        nn.init.zeros_(self.memory.right)
-        if self.residual is not None:
-            nn.init.zeros_(self.residual)
+        initialise.add_nothing(self)
 
     def options(self) -> dict[str, Any]:
         names = ("slots", "heads", "steps", "key_dim", "least_used", "sharpness")
@@ -277,6 +275,13 @@ class ProgramLayer(Conditional):
         if composition.residual_N is not None:
             program_NIO = program_NIO + composition.residual_N[:, None, None] * self.residual.flatten(1).t()
         return program_NIO if self.base is None else program_NIO + self.base.weight.flatten(1).t()
+
+    def _needs_no_control(self) -> None:
+        if self.controlled:
+            raise ValueError(
+                f"this layer was built with control_features={self.control_features}: "
+                f"call it with control=, of shape (..., {self.control_features})"
+            )
 
     def _check(self, x: Tensor, axis: int, size: int, what: str) -> None:
         if not isinstance(x, Tensor):
