@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 from itertools import product
+from typing import cast
 
 import torch
 from torch import nn
 
 import neurocoder as nc
+from neurocoder.diagnosis import ProgramDiagnosis
 
 WIDTHS = ((8, 8), (8, 1), (64, 10), (512, 512), (4096, 4096))
 SLOTS = (2, 5, 30, 100)
@@ -33,7 +35,7 @@ def measure(width: tuple[int, int], seed: int, **options) -> tuple[float, float,
     grads = [p.grad for p in layer.parameters()]
     healthy = all(g is not None and bool(g.isfinite().all()) and bool(g.any()) for g in grads)
     wanted = torch.stack([nn.Linear(*width)(x).detach().var() for _ in range(8)]).mean()
-    return (y.var() / wanted).item(), nc.diagnose(layer, x)[""].similarity, healthy
+    return (y.var() / wanted).item(), cast(ProgramDiagnosis, nc.diagnose(layer, x)[""]).similarity, healthy
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Speed and memory of the layers against the dense layers they replace, as ratios.
+"""Speed and memory of the layers, and of their peers, against the dense layers they replace, as ratios.
 
     python benchmarks/layers.py [--repeats 31] [--widths 512 1024 2048 4096] [--compiled]
 
@@ -123,6 +123,36 @@ def polynomial_head(repeats: int) -> dict[str, dict[str, float]]:
     return {"polynomial head 8x1, 5,120 rows, over nn.GRU(2, 32)": ratios(times)}
 
 
+def peers(repeats: int, width: int = 1024, rows: int = 1024) -> dict[str, dict[str, float]]:
+    """The other conditional layers: those that send rows to parts on many rows, those that mix on a small batch."""
+    many, few = torch.randn(rows, width, requires_grad=True), torch.randn(BATCH, width, requires_grad=True)
+    routed = {
+        "MoE, 1 of 10": nc.peers.MixtureOfExperts(width, width, experts=10),
+        "MoE, 2 of 10": nc.peers.MixtureOfExperts(width, width, experts=10, top_k=2),
+        "MoE, 1 of 10, dense": nc.peers.MixtureOfExperts(width, width, experts=10, dispatch="dense"),
+        "modular, 1 of 15": nc.modular.Linear(width, width, modules=15),
+    }
+    mixed = {
+        "NSM, 10 programs": nc.peers.StoredProgramMemory(width, width, programs=10),
+        "HyperNet": nc.peers.HyperLinear(width, width),
+        "HyperNet, 64 hidden": nc.peers.HyperLinear(width, width, layers=2),
+        "FiLM": nc.peers.FiLM(width, width),
+        "FiLM, 64 hidden": nc.peers.FiLM(width, width, layers=2),
+    }
+    found = {}
+    for x, modules in ((many, routed), (few, mixed)):
+        steps = {"dense": stepper(nn.Linear(width, width), x)}
+        steps |= {name: stepper(module, x) for name, module in modules.items()}
+        found[f"peers, {width}x{width}, {len(x)} rows"] = ratios(interleave(steps, repeats))
+    wide = peak_bytes(nn.Linear(width, 10 * width), few)
+    used = peak_bytes(mixed["NSM, 10 programs"], few)
+    found["peak memory of NSM, 10 programs, over a dense layer of 10 times the outputs"] = {
+        "dense MB": round(wide / 2**20, 1),
+        "ratio": round(used / wide, 3),
+    }
+    return found
+
+
 def ratios(times: dict[str, float]) -> dict[str, float]:
     dense = times.pop("dense")
     return {"dense ms": round(dense, 2)} | {name: round(value / dense, 3) for name, value in times.items()}
@@ -167,6 +197,7 @@ def main() -> None:
         lambda: convolutions(args.repeats),
         lambda: polynomial_head(args.repeats),
         lambda: memory(2048),
+        lambda: peers(args.repeats),
     ):
         found = part()
         rows |= found

@@ -52,8 +52,9 @@ def options(draw) -> dict[str, Any]:
     return chosen
 
 
-def shake(layer: torch.nn.Module) -> None:
+def shake(layer: torch.nn.Module) -> Any:
     """Move every parameter off its initial value, so that no term of an equation is zero by construction."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
+    return layer

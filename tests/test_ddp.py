@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import neurocoder as nc
+from neurocoder.modular.training import ViterbiEM, classification
 
 
 def build() -> nn.Module:
@@ -53,3 +54,52 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         grads = load_file(tmp_path / f"{rank}.safetensors")
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def routed() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nc.modular.Conv2d(2, 4, 3, modules=6),
+        nn.Flatten(),
+        nc.peers.MixtureOfExperts(64, 8, experts=9),
+        nc.peers.StoredProgramMemory(8, 8, programs=3),
+        nc.peers.FiLM(8, 8),
+        nc.peers.HyperLinear(8, 8),
+        nc.modular.Linear(8, 3, modules=5, choices=2),
+    ).double()
+    nn.init.normal_(model[2].gate, std=1e6)  # beside which the noise of training, another in each process, is nothing
+    return model
+
+
+def routed_worker(rank: int, store: str, folder: str) -> None:
+    """Experts and modules without a single row in a process must not stop it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = routed()
+    em = ViterbiEM(DistributedDataParallel(model), classification, size=8, samples=3)
+    x, y = data()
+    torch.manual_seed(rank)
+    mine = torch.arange(5 if rank == 0 else 3) + 5 * rank  # batches of different sizes
+    for _ in range(2):
+        model.zero_grad()
+        em.expect(x[mine], y[mine], mine)
+        em.loss(x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4], torch.arange(4) + 4 * rank).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    save_file(grads | em.state_dict(), f"{folder}/{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+def test_routed_layers_and_em_on_two_processes(tmp_path):
+    mp.spawn(routed_worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=0)
+    model = routed()
+    em = ViterbiEM(model, classification, size=8)
+    em.load_state_dict({name: first[name] for name in ("choices", "modules")})
+    x, y = data()
+    em.loss(x, y, torch.arange(8)).backward()
+    for name, parameter in model.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(first[name], wanted, rtol=1e-9, atol=1e-12)

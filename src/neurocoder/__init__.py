@@ -1,21 +1,26 @@
 """Stored neural programs for PyTorch: layers that compose their weights anew for every input."""
 
-from neurocoder import functional
+from neurocoder import functional, modular, peers
 from neurocoder.checkpoint import load, save
+from neurocoder.conditional import Attention, Choice, Mixture, Modulation
+from neurocoder.diagnosis import Diagnosis, diagnose
 from neurocoder.functional import Rules
-from neurocoder.inspect import Diagnosis, diagnose, freeze, orthogonality
+from neurocoder.inspect import freeze, orthogonality
 from neurocoder.layers import Conv2d, Linear
 from neurocoder.memory import ProgramMemory
 from neurocoder.recode import recode
-from neurocoder.trace import Attention, Trace, trace
+from neurocoder.trace import Trace, trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attention",
+    "Choice",
     "Conv2d",
     "Diagnosis",
     "Linear",
+    "Mixture",
+    "Modulation",
     "ProgramMemory",
     "Rules",
     "Trace",
@@ -23,7 +28,9 @@ __all__ = [
     "freeze",
     "functional",
     "load",
+    "modular",
     "orthogonality",
+    "peers",
     "recode",
     "save",
     "trace",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -13,13 +14,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from neurocoder import layers
-from neurocoder.program import ProgramLayer
+from neurocoder import layers, modular, peers
+from neurocoder.conditional import Conditional
 from neurocoder.recode import REPLACEABLE, build, freeze_bases, refusal, rules_from, swap
-from neurocoder.trace import Conditional, conditional_layers, named_modules, unwrap
+from neurocoder.trace import conditional_layers, named_modules, unwrap
 
 FORMAT = 1
-KINDS: dict[str, type[Conditional]] = {"Linear": layers.Linear, "Conv2d": layers.Conv2d}
+KINDS: dict[str, type[Conditional]] = {
+    "Linear": layers.Linear,
+    "Conv2d": layers.Conv2d,
+    "peers.MixtureOfExperts": peers.MixtureOfExperts,
+    "peers.StoredProgramMemory": peers.StoredProgramMemory,
+    "peers.HyperLinear": peers.HyperLinear,
+    "peers.FiLM": peers.FiLM,
+    "modular.Linear": modular.Linear,
+    "modular.Conv2d": modular.Conv2d,
+}
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def save(model: nn.Module, file: str | os.PathLike) -> None:
@@ -90,35 +101,42 @@ def _replacements(model: nn.Module, entries: list[dict[str, Any]], file: Any) ->
             has = "nothing" if old is None else f"{type(old).__name__}, of other options or not to be replaced"
             raise ValueError(f"{file}: its recipe re-codes {name!r}, where this model has {has}")
         if entry["memory"]:
-            memories.setdefault(entry["memory"], new.memory)
+            store = _store(new)
+            if store is None:
+                raise ValueError(f"{file}: its recipe is malformed: {name!r} has nothing to share")
+            memories.setdefault(entry["memory"], store)
     return found
+
+
+def _store(layer: Conditional) -> nn.Module | None:
+    """What the layer may share with others: a program memory, or a pool of modules."""
+    return None if layer.store is None else getattr(layer, layer.store)
 
 
 def _recipe(model: nn.Module) -> list[dict[str, Any]]:
     shared: dict[nn.Module, str] = {}
-    counts: dict[nn.Module, int] = {}
     found = [*conditional_layers(model)]
-    for _, layer in found:
-        if isinstance(layer, ProgramLayer):
-            counts[layer.memory] = counts.get(layer.memory, 0) + 1
+    counts = Counter(_store(layer) for _, layer in found)
     for name, layer in found:
-        if isinstance(layer, ProgramLayer) and counts[layer.memory] > 1:
-            shared.setdefault(layer.memory, name)
+        store = _store(layer)
+        if store is not None and counts[store] > 1:
+            shared.setdefault(store, name)
     return [_entry(name, layer, shared) for name, layer in found]
 
 
 def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[str, Any]:
-    kind = type(layer).__name__
-    if KINDS.get(kind) is not type(layer):
+    if type(layer) not in _NAMES:
         raise TypeError(
-            f"{name} is a {kind}, a layer this library cannot rebuild from a file; it knows {', '.join(KINDS)}"
+            f"{name} is a {type(layer).__name__}, a layer this library cannot rebuild from a file; "
+            f"it knows {', '.join(KINDS)}"
         )
+    store = _store(layer)
     entry = {
         "name": name,
-        "layer": kind,
+        "layer": _NAMES[type(layer)],
         "options": layer.options(),
         "base": "replace" if getattr(layer, "base", None) is None else "frozen",
-        "memory": shared.get(getattr(layer, "memory", None)),
+        "memory": None if store is None else shared.get(store),
     }
     return json.loads(json.dumps(entry))
 
@@ -126,10 +144,10 @@ def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[
 def _rebuild(old: nn.Module, entry: dict[str, Any], memories: dict[str, nn.Module]) -> Conditional:
     if entry["layer"] not in KINDS:
         raise ValueError(f"unknown layer {entry['layer']!r} in the recipe; this version knows {', '.join(KINDS)}")
-    options = rules_from(entry["options"])
-    if entry["memory"] in memories:
-        options = options | {"memory": memories[entry["memory"]]}
-    return build(old, KINDS[entry["layer"]], entry["base"], options)
+    kind, options = KINDS[entry["layer"]], rules_from(entry["options"])
+    if entry["memory"] in memories and kind.store is not None:
+        options = options | {kind.store: memories[entry["memory"]]}
+    return build(old, kind, entry["base"], options)
 
 
 def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder import functional, fused
+from neurocoder.conditional import check_sizes
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.program import Composition, ProgramLayer
-
-
-def _at_least_one(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 class Linear(ProgramLayer):
@@ -71,7 +66,7 @@ class Linear(ProgramLayer):
         device=None,
         dtype=None,
     ):
-        _at_least_one(in_features=in_features, out_features=out_features)
+        check_sizes(in_features=in_features, out_features=out_features)
         super().__init__(
             in_features,
             out_features,
@@ -146,12 +141,12 @@ class Linear(ProgramLayer):
 
     def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor]:
         """The leading shape of the programs, the rows of x, and the rows of the control."""
-        self._check(x, -1, self.in_features, "x")
+        self.check(x, -1, self.in_features)
         x_YI = x.reshape(-1, self.in_features)
         if control is None:
             self._needs_no_control()
             return x.shape[:-1], x_YI, x_YI
-        self._check(control, -1, self.control_features, "control")
+        self.check(control, -1, self.control_features, "control")
         lead = control.shape[:-1]
         if x.shape[: len(lead)] != lead or x.dim() - 1 < len(lead):
             raise ValueError(
@@ -174,6 +169,8 @@ class Conv2d(ProgramLayer):
         in_channels ... padding_mode: as in `nn.Conv2d`.
         slots ... rules: as in `Linear`.
     """
+
+    replaces = nn.Conv2d
 
     def __init__(
         self,
@@ -202,7 +199,7 @@ class Conv2d(ProgramLayer):
         device=None,
         dtype=None,
     ):
-        _at_least_one(in_channels=in_channels, out_channels=out_channels)
+        check_sizes(in_channels=in_channels, out_channels=out_channels)
         # nn.Conv2d checks its arguments and knows its padding; this one on the meta device holds no memory.
         shape = nn.Conv2d(
             in_channels,
@@ -273,11 +270,11 @@ class Conv2d(ProgramLayer):
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the images in factored form."""
-        self._check(x, -3, self.in_channels, "x")
+        self.check(x, -3, self.in_channels)
         if control is None:
             self._needs_no_control()
             control = x.mean((-2, -1))
-        self._check(control, -1, self.control_features, "control")
+        self.check(control, -1, self.control_features, "control")
         if control.shape[:-1] != x.shape[:-3]:
             raise ValueError(f"control gives {tuple(control.shape[:-1])} programs for a batch of {tuple(x.shape[:-3])}")
         return self.compose(control.reshape(-1, self.control_features))
@@ -287,3 +284,6 @@ class Conv2d(ProgramLayer):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, groups={self.groups}, {super().extra_repr()}"
         )
+
+
+Linear.convolution = Conv2d

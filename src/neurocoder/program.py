@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder import functional, initialise
+from neurocoder.conditional import Attention, Conditional
 from neurocoder.controller import LinearController, LstmController
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
-from neurocoder.trace import Attention, Conditional
 
 _MANY = 16  # with so many rows a column, products of a transposed copy are twice as fast
 
@@ -56,6 +56,7 @@ class ProgramLayer(Conditional):
     """A layer that composes its weights from a program memory. Use `Linear` or `Conv2d`; `Linear` says what each
     argument means."""
 
+    store = "memory"
     residual: nn.Parameter | None
     integration_weight: nn.Parameter | None
     integration_bias: nn.Parameter | None
@@ -283,20 +284,8 @@ class ProgramLayer(Conditional):
                 f"call it with control=, of shape (..., {self.control_features})"
             )
 
-    def _check(self, x: Tensor, axis: int, size: int, what: str) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"nc.{type(self).__name__} takes a tensor, got {what} of type {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(
-                f"nc.{type(self).__name__} takes floating point numbers, got {what} of {x.dtype}: "
-                f"convert it first, e.g. {what}.float()"
-            )
-        if x.dim() < -axis or x.shape[axis] != size:
-            wanted = f"(..., {size})" if axis == -1 else f"(batch, {size}, height, width)"
-            raise ValueError(f"nc.{type(self).__name__} expects {what} of shape {wanted}, got {tuple(x.shape)}")
-        own = self.memory.left.dtype
-        if x.dtype != own and not functional.autocasting(x):
-            raise TypeError(f"this layer is {own}, got {what} of {x.dtype}: convert one of them")
+    def own_dtype(self) -> torch.dtype:
+        return self.memory.left.dtype
 
     def extra_repr(self) -> str:
         return (

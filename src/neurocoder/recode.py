@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from neurocoder.conditional import Conditional
 from neurocoder.functional import Rules
 from neurocoder.layers import Conv2d, Linear
 from neurocoder.program import ProgramLayer, default_sharpness
-from neurocoder.trace import Conditional, named_modules, unwrap
+from neurocoder.trace import named_modules, unwrap
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
 REPLACEABLE = (nn.Linear, nn.Conv2d)
@@ -41,7 +42,8 @@ def recode(
     Args:
         where: a glob pattern over module names ("classifier.*"; `*` crosses dots), several of them, or a predicate of
             name and module. `nn.Linear` and `nn.Conv2d` layers can be replaced.
-        layer: the class of the new layers; with the default, a convolution becomes an `nc.Conv2d`.
+        layer: the class of the new layers: `nc.Linear`, one of `nc.peers` or `nc.modular.Linear`. With the first and
+            the last, a convolution becomes an `nc.Conv2d` or `nc.modular.Conv2d`.
         base: "replace" starts afresh, whatever the old layer had learned; "frozen" keeps the trained layer, frozen, and
             adds the composed program to its output: the network starts as exactly the one it was.
         options: for the constructor, e.g. slots=30. Bias, device and dtype are those of the layer replaced.
@@ -70,10 +72,10 @@ def recode(
 def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str, Any]) -> Conditional:
     """The conditional layer that takes the place of `old`: same shape, device, dtype and mode."""
     options = dict(options)
-    if isinstance(old, nn.Conv2d) and layer is Linear:
-        layer = Conv2d
-    if isinstance(old, nn.Linear) and layer is Conv2d:
-        raise TypeError("an nn.Linear cannot become an nc.Conv2d")
+    if isinstance(old, nn.Conv2d) and layer.convolution is not None:
+        layer = layer.convolution
+    if not isinstance(old, layer.replaces):
+        raise TypeError(f"an nn.{type(old).__name__} cannot become an {layer.home}.{layer.__name__}")
     if base == "frozen":
         _frozen_options(layer, options)
     options |= {"device": old.weight.device, "dtype": old.weight.dtype}
@@ -85,8 +87,11 @@ def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str
     new = layer(**{name: getattr(old, name) for name in names}, **options)
     if base == "frozen":
         new.adopt(old)
+    before = _before(old)
     if isinstance(new, Conv2d):
-        new.before = _before(old)
+        new.before = before
+    elif before is not None:
+        raise TypeError(f"this convolution does more than one, see its forward; {layer.home}.Conv2d would not")
     return new.train(old.training)
 
 

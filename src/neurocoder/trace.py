@@ -4,47 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
-@dataclass(frozen=True)
-class Attention:
-    """What one call of a program-memory layer attended to; the leading dimensions are those of its control.
-
-    Attributes:
-        left, right, values: attention to the three banks, (..., components, slots). Gated attention does not sum to 1.
-        sigma: the singular values, (..., components), positive and strictly decreasing (ascending where the rules say).
-        residual: multiplier of the residual program, (...); None if the layer has none.
-    """
-
-    left: Tensor
-    right: Tensor
-    values: Tensor
-    sigma: Tensor
-    residual: Tensor | None
-
-    def __repr__(self) -> str:
-        shapes = (f"{name} {tuple(value.shape)}" for name, value in vars(self).items() if value is not None)
-        return f"Attention({', '.join(shapes)})"
-
-
-class Conditional(nn.Module):
-    """A layer whose computation depends on its input: what `trace`, `diagnose`, `recode` and `save` work with."""
-
-    _calls: list | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments, fit for JSON, that build this layer anew beside those of the layer it replaces."""
-        raise NotImplementedError
-
-    def _record(self, call: Any) -> None:
-        if self._calls is not None:
-            self._calls.append(call)
+from neurocoder.conditional import Conditional
 
 
 class Trace(Mapping):
@@ -102,6 +68,25 @@ def trace(model: nn.Module) -> Iterator[Trace]:
             if before is not None:
                 before.extend(seen.calls(name))
             layer._calls = before
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode while the context is open; afterwards every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -1,0 +1,71 @@
+"""Sending rows to the parts they chose: experts of a mixture, modules of a pool.
+
+Shapes: Y rows, S slots (choices of a row), M parts, O output of a part (one axis or several).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Dispatch = Literal["sparse", "dense"]
+Part = Callable[[Tensor], Tensor]
+
+
+def check(dispatch: str) -> None:
+    if dispatch not in ("sparse", "dense"):
+        raise ValueError(f"dispatch must be 'sparse' or 'dense', got {dispatch!r}")
+
+
+def apply(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor, dispatch: Dispatch) -> Tensor:
+    """What the chosen parts make of each row, (Y, S, O).
+
+    Sparse dispatch computes the chosen parts alone; which rows go where decides the shapes, so it can be neither
+    compiled nor run without data. There, and where the layer says so, every part computes every row.
+    """
+    if dispatch == "dense" or x_Y.is_meta or torch.compiler.is_compiling():
+        return _dense(parts, x_Y, chosen_YS)
+    return _sparse(parts, x_Y, chosen_YS)
+
+
+def _sparse(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor) -> Tensor:
+    slots = chosen_YS.shape[1]
+    chosen, order = chosen_YS.flatten().sort(stable=True)
+    counts = torch.bincount(chosen, minlength=len(parts)).tolist()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    pieces = _Gather.apply(x_Y, order, place, slots).split(counts)
+    # data-parallel training waits for a gradient of every parameter: there, a part without rows computes none of them
+    everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
+    made = [part(piece) for part, piece in zip(parts, pieces, strict=True) if everyone or len(piece)]
+    if not made:  # an empty batch
+        return parts[0](x_Y)[:, None].repeat_interleave(slots, 1)
+    return _Gather.apply(torch.cat(made), place, order, 1).unflatten(0, (len(x_Y), slots))
+
+
+def _dense(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor) -> Tensor:
+    made = torch.stack([part(x_Y) for part in parts], 1)
+    index = chosen_YS.reshape(*chosen_YS.shape, *[1] * (made.dim() - 2)).expand(-1, -1, *made.shape[2:])
+    return made.gather(1, index)
+
+
+class _Gather(torch.autograd.Function):
+    """Row order[i] // slots of x for every i. Its backward gathers too, which costs a fraction of scattering."""
+
+    @staticmethod
+    def forward(x_Y: Tensor, order: Tensor, place: Tensor, slots: int) -> Tensor:
+        return x_Y.index_select(0, order if slots == 1 else order // slots)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, order, place, ctx.slots = inputs
+        ctx.save_for_backward(order, place)
+
+    @staticmethod
+    def backward(ctx, *d_output: Tensor):
+        order, place = ctx.saved_tensors
+        d_x = _Gather.apply(d_output[0], place, order, 1)
+        return d_x if ctx.slots == 1 else d_x.unflatten(0, (-1, ctx.slots)).sum(1), None, None, None

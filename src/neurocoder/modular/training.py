@@ -1,0 +1,279 @@
+"""Three ways to train one modular network: generalised Viterbi EM, REINFORCE, and noisy top-k mixtures.
+
+Each is given the model and a log-likelihood, and has a `loss` whose gradient trains modules and controllers together:
+
+    em = ViterbiEM(model, classification, size=len(x))
+    for _ in range(rounds):
+        em.expect(*batch())                 # inputs, targets, and their indices in the data set
+        for _ in range(15):
+            optimiser.zero_grad()
+            em.loss(*batch()).backward()
+            optimiser.step()
+
+Shapes: B data points, T choices of one data point in all layers and calls, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from neurocoder.conditional import Choice
+from neurocoder.diagnosis import selection_entropy
+from neurocoder.modular.route import Given, NoisyMixture, Route, Sampled, routed
+from neurocoder.trace import Trace, call, evaluating, unwrap
+
+LogLikelihood = Callable[[Any, Any], Tensor]
+
+
+def classification(logits: Tensor, target: Tensor) -> Tensor:
+    """log p(y | x, a) for logits (B, ..., C) and labels (B, ...), summed over what follows B, such as time: (B,)."""
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(f"expected labels of shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}")
+    losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
+    return -losses.view(len(target), -1).sum(1)
+
+
+def gaussian(variance: float = 1.0) -> LogLikelihood:
+    """Regression: log N(y | output, variance), summed over all but the data points."""
+    if not variance > 0:
+        raise ValueError(f"variance must be positive, got {variance}")
+
+    def log_likelihood(output: Tensor, target: Tensor) -> Tensor:
+        if output.shape != target.shape:
+            raise ValueError(f"expected targets of shape {tuple(output.shape)}, got {tuple(target.shape)}")
+        each = (output - target).square() / variance + log(2 * pi * variance)
+        return -0.5 * each.reshape(len(each), -1).sum(1)
+
+    return log_likelihood
+
+
+class Training:
+    """A way to train a modular network.
+
+    Args:
+        model: with modular layers, each of which sees the data points along its first dimension.
+        log_likelihood: a function of output and target that gives log p(y | x, a), one number a data point.
+    """
+
+    def __init__(self, model: nn.Module, log_likelihood: LogLikelihood):
+        with routed(model, Route()):  # raises where there is nothing to train
+            self.model, self.log_likelihood = model, log_likelihood
+
+    def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
+        """The number to minimise on a batch: inputs are what the model takes (a tensor, or a tuple or dict of
+        arguments), index their places in the data set, which only EM needs."""
+        raise NotImplementedError
+
+    def _run(self, model: nn.Module, inputs: Any, target: Any, route: Route) -> Tensor:
+        with routed(model, route):
+            score_B = self.log_likelihood(call(model, inputs), target)
+        if score_B.dim() != 1:
+            raise ValueError(f"log_likelihood must give one number a data point, got shape {tuple(score_B.shape)}")
+        if not route.finished():
+            raise ValueError(
+                "the model made fewer choices than are stored: it, or the length of its input, has changed"
+            )
+        return score_B
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that a resumed run needs, as tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        _check_state(state, set())
+
+
+class ViterbiEM(Training):
+    """Generalised Viterbi EM (algorithm 1): a stored composition a*_n for every data point, improved and then learned.
+
+    Args:
+        size: data points in the data set (N).
+        samples: compositions drawn in an E-step (S).
+    """
+
+    def __init__(self, model: nn.Module, log_likelihood: LogLikelihood, size: int, samples: int = 10):
+        super().__init__(model, log_likelihood)
+        if size < 1 or samples < 1:
+            raise ValueError(f"size and samples must be at least 1, got {size} and {samples}")
+        self.size, self.samples = size, samples
+        self.choices: Tensor | None = None  # (N, T), drawn uniformly at the first batch
+        self.modules: Tensor | None = None  # (T,), how many there are to choose from
+
+    @torch.no_grad()
+    def expect(self, inputs: Any, target: Any, index: Tensor) -> Tensor:
+        """Partial E-step: the best of S samples and the stored choice, by p(y | x, a) p(a | x) (Eq. 11), is stored.
+
+        The model is in evaluation mode meanwhile. In data-parallel training the processes exchange what they found.
+        Returns the logarithm of Eq. 11 for each data point, after the step.
+        """
+        self._prepare(inputs, index)
+        assert self.choices is not None
+        model = unwrap(self.model)
+        with evaluating(model):
+            best_BT = self.choices[index].long()
+            best_B = self._joint(model, inputs, target, Given(best_BT, self.modules))
+            for _ in range(self.samples):
+                route = Sampled()
+                joint_B = self._joint(model, inputs, target, route)
+                better_B = joint_B > best_B
+                best_B = torch.where(better_B, joint_B, best_B)
+                best_BT = torch.where(better_B[:, None], route.choices, best_BT)
+        for places, found in _exchange(index, best_BT.to(self.choices.dtype)):
+            self.choices[places] = found
+        return best_B
+
+    def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
+        """- mean of log p(y | x, a*) + log p(a* | x), for the M-step (Eq. 8)."""
+        if index is None:
+            raise ValueError("EM stores a choice for every data point: give the indices of this batch in the data set")
+        self._prepare(inputs, index)
+        assert self.choices is not None
+        return -self._joint(self.model, inputs, target, Given(self.choices[index], self.modules)).mean()
+
+    def _joint(self, model: nn.Module, inputs: Any, target: Any, route: Route) -> Tensor:
+        score_B = self._run(model, inputs, target, route)
+        assert route.log_prob is not None
+        if score_B.shape != route.log_prob.shape:
+            raise ValueError(f"{len(score_B)} likelihoods for {len(route.log_prob)} data points")
+        return score_B + route.log_prob
+
+    def _prepare(self, inputs: Any, index: Tensor) -> None:
+        """Check the indices; at the first batch, see which choices the model makes and draw them for all data."""
+        if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.dim() != 1:
+            raise TypeError("index must be a tensor of whole numbers (int64), one a data point")
+        if len(index) and (index.min() < 0 or index.max() >= self.size):
+            raise IndexError(f"index runs from {index.min()} to {index.max()}; there are {self.size} data points")
+        if self.choices is not None:
+            return
+        model = unwrap(self.model)
+        route = Sampled()
+        with torch.no_grad(), evaluating(model), routed(model, route), torch.random.fork_rng():
+            call(model, inputs)
+        self.modules = route.modules
+        kind = torch.uint8 if int(self.modules.max()) <= 256 else torch.int32
+        drawn = (torch.rand(self.size, len(self.modules), dtype=torch.float64) * self.modules).to(kind)
+        self.choices = _same_everywhere(drawn).to(index.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.choices is None or self.modules is None:
+            return {}
+        return {"choices": self.choices.clone(), "modules": self.modules.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if not state:
+            self.choices = self.modules = None
+            return
+        _check_state(state, {"choices", "modules"})
+        choices, modules = state["choices"], state["modules"]
+        if choices.dim() != 2 or modules.shape != choices.shape[1:]:
+            raise ValueError(f"stored choices of shape {tuple(choices.shape)} for {len(modules)} choices a data point")
+        if len(choices) != self.size:
+            raise ValueError(f"choices are stored for {len(choices)} data points; this data set has {self.size}")
+        if (choices >= modules.to(choices.device)).any() or (choices < 0).any():
+            raise ValueError("a stored choice names a module that does not exist")
+        self.choices, self.modules = choices.clone(), modules.clone()
+
+
+class Reinforce(Training):
+    """REINFORCE with an exponential moving average of the log-likelihood as control variate (Eq. 12 to 14).
+
+    Args:
+        decay: of the moving average.
+    """
+
+    def __init__(self, model: nn.Module, log_likelihood: LogLikelihood, decay: float = 0.99):
+        super().__init__(model, log_likelihood)
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay}")
+        self.decay = decay
+        self.average: Tensor | None = None
+
+    def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
+        route = Sampled()
+        score_B = self._run(self.model, inputs, target, route)
+        assert route.log_prob is not None
+        loss = self.surrogate(score_B, route.log_prob)
+        mean = score_B.detach().mean()
+        self.average = mean if self.average is None else torch.lerp(mean, self.average, self.decay)
+        return loss
+
+    def surrogate(self, score_B: Tensor, log_prob_B: Tensor) -> Tensor:
+        """A number whose gradient is, on average, that of - sum_a p(a | x) log p(y | x, a)."""
+        known = score_B.detach()
+        advantage_B = known - (known.mean() if self.average is None else self.average)
+        return -(score_B + advantage_B * log_prob_B).mean()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self.average is None else {"average": self.average.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        _check_state(state, {"average"} & state.keys())
+        self.average = state["average"].clone() if state else None
+
+
+class NoisyTopK(Training):
+    """Noisy top-k mixture (section 2.2): for every choice, the k modules of the largest noisy logits are mixed.
+
+    Args:
+        mixed: modules in a mixture (k).
+        noise: standard deviation of the noise on the logits.
+    """
+
+    def __init__(self, model: nn.Module, log_likelihood: LogLikelihood, mixed: int = 4, noise: float = 1.0):
+        super().__init__(model, log_likelihood)
+        if mixed < 1 or noise < 0:
+            raise ValueError(f"mixed must be at least 1 and noise not negative, got {mixed} and {noise}")
+        self.mixed, self.noise = mixed, noise
+
+    def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
+        return -self._run(self.model, inputs, target, NoisyMixture(self.mixed, self.noise)).mean()
+
+
+def entropies(seen: Trace) -> tuple[float, float]:
+    """Module selection entropy H_a and batch module selection entropy H_b (Eq. 15, 16), averaged over modular layers.
+
+    A layer's calls, and its time steps, are so many more data points.
+    """
+    found = [[c.probability.detach() for c in seen.calls(name) if isinstance(c, Choice)] for name in seen]
+    pairs = [selection_entropy(torch.cat([p.flatten(0, -3) for p in layer])) for layer in found if layer]
+    if not pairs:
+        raise ValueError("no modular layer was called: run the model inside of `with nc.trace(model) as seen`")
+    return sum(a for a, _ in pairs) / len(pairs), sum(b for _, b in pairs) / len(pairs)
+
+
+def _check_state(state: dict[str, Tensor], expected: set[str]) -> None:
+    if state.keys() != expected:
+        raise ValueError(f"this state holds {sorted(state)}, expected {sorted(expected)}: it is of another training")
+
+
+def _processes() -> int:
+    available = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if available else 1
+
+
+def _same_everywhere(drawn: Tensor) -> Tensor:
+    """What the first process drew."""
+    if _processes() > 1:
+        torch.distributed.broadcast(drawn, 0)
+    return drawn
+
+
+def _exchange(index: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The (index, found) of every process, whose batches may differ in size."""
+    if _processes() == 1:
+        return [(index, found)]
+    size = index.new_tensor([len(index)])
+    sizes = [torch.empty_like(size) for _ in range(_processes())]
+    torch.distributed.all_gather(sizes, size)
+    most = max(int(size) for size in sizes)
+    packed = F.pad(torch.cat((index[:, None], found.long()), 1), (0, 0, 0, most - len(index)))
+    gathered = [torch.empty_like(packed) for _ in sizes]
+    torch.distributed.all_gather(gathered, packed)
+    whole = [rows[: int(size)] for rows, size in zip(gathered, sizes, strict=True)]
+    return [(rows[:, 0], rows[:, 1:].to(found.dtype)) for rows in whole]

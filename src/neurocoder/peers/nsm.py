@@ -1,0 +1,74 @@
+"""Neural Stored-program Memory: H. Le, T. Tran and S. Venkatesh, Neural Stored-program Memory, ICLR 2020.
+
+Shapes: Y rows, I in, O out, P programs, K key.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from neurocoder.conditional import Mixture, check_sizes
+from neurocoder.functional import EPSILON, full_precision
+from neurocoder.peers.peer import Peer
+
+
+class StoredProgramMemory(Peer):
+    """y = x W_t + b_t with (W_t, b_t) = sum_i w_ti (W_i, b_i): whole weight matrices are the stored programs.
+
+    w_t = softmax(beta_t cos(q_t, k_i)), query q_t = tanh(x W_q + b_q), keys tanh(k_i), strength
+    beta_t = softplus(x w_s + b_s). Each program is applied to its share of the input, so there is no tensor of size
+    batch * in * out. Programs start `sqrt(programs)` times as large as an `nn.Linear`, so that an even mixture of them
+    has its variance.
+
+    Args:
+        programs: weight matrices, each with a bias, in memory.
+        key_dim: length of a key.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        programs: int,
+        key_dim: int = 10,
+        device=None,
+        dtype=None,
+    ):
+        check_sizes(programs=programs, key_dim=key_dim)
+        super().__init__(in_features, out_features)
+        factory = {"device": device, "dtype": dtype}
+        self.programs = nn.ModuleList(nn.Linear(in_features, out_features, bias, **factory) for _ in range(programs))
+        self.key = nn.Parameter(torch.empty(programs, key_dim, **factory))
+        self.query = nn.Linear(in_features, key_dim + 1, **factory)  # the last unit is the strength
+        nn.init.normal_(self.key)
+        with torch.no_grad():
+            for parameter in self.programs.parameters():
+                parameter.mul_(sqrt(programs))
+
+    def options(self) -> dict[str, Any]:
+        return {"programs": len(self.key), "key_dim": self.key.shape[1]}
+
+    def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
+        weight_YP = self._attend(x_YI)
+        self._record(Mixture(weight_YP.reshape(*lead, len(self.key))))
+        weight_YP = weight_YP.to(x_YI.dtype)
+        biases = [program.bias for program in self.programs if program.bias is not None]
+        y_YO = weight_YP @ torch.stack(biases) if biases else x_YI.new_zeros(len(x_YI), self.out_features)
+        for weight_Y1, program in zip(weight_YP.split(1, 1), self.programs, strict=True):
+            y_YO = torch.addmm(y_YO, x_YI * weight_Y1, program.weight.t())
+        return y_YO
+
+    def _attend(self, x_YI: Tensor) -> Tensor:
+        raw = self.query(x_YI)
+        with full_precision(x_YI):
+            raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
+            query_YK = F.normalize(raw[:, :-1].tanh(), dim=-1, eps=EPSILON)
+            key_PK = F.normalize(self.key.to(raw.dtype).tanh(), dim=-1, eps=EPSILON)
+            return (F.softplus(raw[:, -1:]) * (query_YK @ key_PK.t())).softmax(-1)

@@ -1,0 +1,119 @@
+"""The plain networks of the papers, and what is re-coded in each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers with ReLU between."""
+    layers = [layer for widths in pairwise(sizes) for layer in (nn.Linear(*widths), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def lenet(classes: int) -> nn.Sequential:
+    """Five layers for 32 x 32 colour images: two 5 x 5 convolutions of 64 and 128, then the widths of the MLP."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        mlp(3200, 512, 256, classes),
+    )
+
+
+class Dense(nn.Module):
+    """One layer of a DenseNet: its output is appended to its input."""
+
+    def __init__(self, channels: int, growth: int):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+        self.conv = nn.Conv2d(channels, growth, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x, self.conv(F.relu(self.norm(x)))), 1)
+
+
+def densenet(classes: int, depth: int = 100, growth: int = 12) -> nn.Sequential:
+    """DenseNet for CIFAR (Huang et al. 2017), without bottlenecks: three blocks, two transitions."""
+    channels, layers = 16, [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+    for block in range(3):
+        for _ in range((depth - 4) // 3):
+            layers.append(Dense(channels, growth))
+            channels += growth
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()]
+        if block < 2:
+            layers += [nn.Conv2d(channels, channels, 1, bias=False), nn.AvgPool2d(2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class Recurrent(nn.Module):
+    """A GRU and a head on its states at every step."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int = 1):
+        super().__init__()
+        self.gru = nn.GRU(inputs, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0])
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut (He et al. 2016)."""
+
+    def __init__(self, channels: int, width: int, stride: int):
+        super().__init__()
+        self.first = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+        self.shortcut = nn.Identity()
+        if stride > 1 or channels != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
+
+
+def resnet18(classes: int = 1000) -> nn.Sequential:
+    """ResNet-18 for ImageNet."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = 64
+    for width in (64, 128, 256, 512):
+        layers += [BasicBlock(channels, width, 1 if width == 64 else 2), BasicBlock(width, width, 1)]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+
+class ActorCritic(nn.Module):
+    """A3C with an LSTM of 512 on 1,024 features of an 80 x 80 image: parameters only, for counting."""
+
+    def __init__(self, actions: int = 18):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(1, 32, 5, padding=2), nn.Conv2d(32, 32, 5, padding=1), nn.Conv2d(32, 64, 4, padding=1),
+            nn.Conv2d(64, 64, 3, padding=1),
+        )  # fmt: skip
+        self.lstm = nn.LSTMCell(1024, 512)
+        self.policy, self.value = nn.Linear(512, actions), nn.Linear(512, 1)
+
+
+class TuringMachine(nn.Module):
+    """The parts of an NTM with parameters: controller, interface to a memory of 128 x 20, output; for counting."""
+
+    def __init__(self, controller: int = 200, inputs: int = 10, outputs: int = 8, width: int = 20):
+        super().__init__()
+        self.controller = nn.LSTMCell(inputs + width, controller)
+        read = width + 6  # key; strength, gate, three shifts, sharpening
+        self.interface = nn.Linear(controller, read + read + 2 * width)  # the write head also erases and adds
+        self.output = nn.Linear(controller + width, outputs)
+        self.memory = nn.Parameter(torch.zeros(128, width))

@@ -1,0 +1,138 @@
+"""Parameters of the papers' models, ours beside Table 7 of Neurocoder: `python -m neurocoder_lab.parameters`.
+
+Every model is the plain network re-coded with the settings of the papers' Table 6; no width is fitted to a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import neurocoder as nc
+from neurocoder_lab import networks
+
+TOLERANCE = 0.05
+AUTHORS: dict[str, Any] = {"compat": "authors"}
+CIFAR: dict[str, Any] = {"slots": 30, "steps": 5, "heads": 3, "key_dim": 5, "least_used": 5, "residual": True}
+MOE: dict[str, Any] = {"layer": nc.peers.MixtureOfExperts, "experts": 10}
+NSM: dict[str, Any] = {"layer": nc.peers.StoredProgramMemory, "programs": 10}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of Table 7.
+
+    Attributes:
+        task, model: its row and column.
+        paper: the number printed there.
+        build: the plain networks; several (CIFAR-10 and -100) are averaged, as in the table.
+        where: the layers to re-code, with `options`; None: the plain network.
+        note: the arithmetic, and what the papers leave open.
+        follows: whether the papers give enough to expect their number, within 5%.
+    """
+
+    task: str
+    model: str
+    paper: float
+    build: tuple[Callable[[], nn.Module], ...]
+    where: Any = None
+    options: dict[str, Any] | None = None
+    note: str = ""
+    follows: bool = False
+
+    def count(self) -> float:
+        counts = []
+        for build in self.build:
+            with torch.device("meta"):
+                model = build()
+                if self.where is not None:
+                    nc.recode(model, self.where, **(self.options or {}))
+            counts.append(sum(parameter.numel() for parameter in model.parameters()))
+        return sum(counts) / len(counts)
+
+
+def _gru(hidden: int) -> tuple[Callable[[], nn.Module]]:
+    return (lambda: networks.Recurrent(2, hidden),)
+
+
+def _both(make: Callable[[int], nn.Module]) -> tuple[Callable[[], nn.Module], ...]:
+    return (lambda: make(10), lambda: make(100))
+
+
+def cells() -> list[Cell]:
+    mlp = _both(lambda classes: networks.mlp(3072, 512, 256, classes))
+    lenet, densenet = _both(networks.lenet), _both(networks.densenet)
+    atari, ntm = (networks.ActorCritic,), (networks.TuringMachine,)
+    split = (lambda: networks.mlp(1024, 256, 256, 2),)
+    resnet = _both(lambda classes: nn.Sequential(networks.resnet18(), networks.mlp(1000, 512, 256, classes)))
+    every, last = "*", lambda name, module: isinstance(module, nn.Linear) and module.out_features in (10, 100)
+    copies = "ten copies of the re-coded layers do not give the paper's number"
+    polynomial = {"heads": 15, "slots": 10, "key_dim": 3} | AUTHORS
+    several = {"steps": 5, "slots": 20, "key_dim": 3, "least_used": 2} | AUTHORS
+    heads = ["policy", "value"]
+    return [
+        Cell("MNIST linear", "original", 7800, (lambda: nn.Sequential(nn.Linear(784, 10)),), note="784 x 10 + 10",
+             follows=True),
+        Cell("MNIST linear", "Neurocoder", 7300, (lambda: nn.Sequential(nn.Linear(200, 10)),), every,
+             {"slots": 5, "steps": 5, "key_dim": 2, "least_used": 2, "rules": nc.Rules(gate="state")},
+             "on a projection to 200; LSTM of 3HK + 1 = 7 units, gates from its state", True),
+        Cell("CIFAR MLP", "original", 1.7e6, mlp, note="3072-512-256-classes", follows=True),
+        Cell("CIFAR MLP", "MoE", 15.4e6, mlp, every, MOE, copies),
+        Cell("CIFAR MLP", "NSM", 21.2e6, mlp, every, NSM, copies),
+        Cell("CIFAR MLP", "Neurocoder", 1.9e6, mlp, every, CIFAR | AUTHORS, "all layers, with residual"),
+        Cell("CIFAR LeNet", "original", 2.1e6, lenet, note="64, 128 channels of 5 x 5, then 512, 256: widths are ours"),
+        Cell("CIFAR LeNet", "MoE", 12.3e6, lenet, last, MOE, "output layer only, as the text says; " + copies),
+        Cell("CIFAR LeNet", "NSM", 27.1e6, lenet, last, NSM, "output layer only, as the text says; " + copies),
+        Cell("CIFAR LeNet", "Neurocoder", 2.3e6, lenet, last, CIFAR | AUTHORS, "output layer, with residual"),
+        Cell("CIFAR DenseNet", "original", 7.0e6, densenet, note="100 layers, growth 12, no bottleneck", follows=True),
+        Cell("CIFAR DenseNet", "MoE", 20.5e6, densenet, last, MOE, copies),
+        Cell("CIFAR DenseNet", "NSM", 16.7e6, densenet, last, NSM, copies),
+        Cell("CIFAR DenseNet", "Neurocoder", 7.3e6, densenet, last, CIFAR | AUTHORS, "output layer, with residual"),
+        Cell("polynomial GRU", "original", 3400, _gru(32), note="hidden 32", follows=True),
+        Cell("polynomial GRU", "HyperNet", 3500, _gru(28), "head", {"layer": nc.peers.HyperLinear},
+             "hidden 28; 28 scales, one layer", True),
+        Cell("polynomial GRU", "FiLM", 3600, _gru(32), "head", {"layer": nc.peers.FiLM},
+             "hidden 32; scale and shift, one layer", True),
+        Cell("polynomial GRU", "Neurocoder single", 3600, _gru(16), "head", polynomial, "hidden 16", True),
+        Cell("polynomial GRU", "Neurocoder multi", 2100, _gru(8), "head", several, "hidden 8", True),
+        Cell("Atari LSTM", "original", 3.2e6, atari, note="1,024 features into an LSTM of 512", follows=True),
+        Cell("Atari LSTM", "HyperNet", 3.6e6, atari, heads, {"layer": nc.peers.HyperLinear},
+             "512 scales for each of policy and value, one layer"),
+        Cell("Atari LSTM", "Neurocoder", 3.3e6, atari, heads,
+             {"slots": 80, "heads": 15, "key_dim": 3, "residual": True} | AUTHORS, "policy and value, with residual"),
+        Cell("algorithms NTM", "original", 308e3, ntm, note="LSTM 200, memory 128 x 20 (an LSTM of 250: 308K)"),
+        Cell("algorithms NTM", "NSM", 264e3, ntm, "interface", NSM, "interface layer, controller as above"),
+        Cell("algorithms NTM", "FiLM", 254e3, ntm, "interface", {"layer": nc.peers.FiLM}, "interface layer"),
+        Cell("algorithms NTM", "Neurocoder", 255e3, ntm, "interface",
+             {"slots": 30, "heads": 5, "key_dim": 5, "residual": True} | AUTHORS, "interface layer, with residual"),
+        Cell("Split MNIST MLP", "original", 328e3, split, note="1024-256-256-2", follows=True),
+        Cell("Split MNIST MLP", "NSM", 2.3e6, split, every, NSM, copies),
+        Cell("Split MNIST MLP", "Neurocoder", 348e3, split, every,
+             {"slots": 50, "heads": 10, "key_dim": 5} | AUTHORS, "all layers", True),
+        Cell("Split CIFAR ResNet", "original", 12.6e6, resnet,
+             note="ResNet-18 of 1000 outputs, then 512-256-classes: widths are ours"),
+        Cell("Split CIFAR ResNet", "Neurocoder", 12.6e6, resnet, "1.*",
+             {"slots": 100, "heads": 10, "key_dim": 5} | AUTHORS, "the three layers of the head"),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    table = Table("task", "model", "ours", "paper", "off by", "of which", title="Parameters beside Table 7")
+    for column in table.columns[2:5]:
+        column.justify = "right"
+    for cell in cells():
+        count = cell.count()
+        away = count / cell.paper - 1
+        mark = "" if not cell.follows else (" ok" if abs(away) <= TOLERANCE else " !")
+        table.add_row(cell.task, cell.model, f"{count:,.0f}", f"{cell.paper:,.0f}", f"{away:+.1%}{mark}", cell.note)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
