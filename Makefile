@@ -5,8 +5,10 @@ RUN := .venv/bin
 
 .PHONY: demo test bench clean
 
-demo: .venv/ready  ## train a re-coded network beside its plain twin (40 seconds)
-	$(RUN)/python -m neurocoder_lab.demo
+demo: .venv/ready  ## a small sweep of the polynomial experiment and the report of it (under three minutes)
+	$(RUN)/neurocoder sweep polynomial --budget smoke --seeds 1 --workers 2 --setting plain \
+		--model linear hypernet neurocoder-single neurocoder-multi --runs runs/demo
+	$(RUN)/neurocoder report --results runs/demo/results --out runs/demo/report.html
 
 test: .venv/ready  ## style, types and tests
 	$(RUN)/ruff check .
@@ -15,11 +17,11 @@ test: .venv/ready  ## style, types and tests
 	$(RUN)/pytest
 
 bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as ratios
-	$(RUN)/python benchmarks/layers.py
+	$(RUN)/neurocoder bench --out benchmarks/results/layers.json
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,dev]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,cluster,dev]"
 	touch $@
 
 clean:  ## remove the environment and what tools left behind

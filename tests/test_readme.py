@@ -19,5 +19,5 @@ def test_the_readme_runs(tmp_path, monkeypatch, capsys):
 
 def test_every_file_of_the_library_is_in_the_layout():
     text = README.read_text()
-    for file in (README.parent / "src" / "neurocoder").glob("[!_]*.py"):
+    for file in (README.parent / "src").glob("*/[!_]*.py"):
         assert file.name in text

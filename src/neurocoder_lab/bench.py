@@ -1,20 +1,16 @@
 """Speed and memory of the layers, and of their peers, against the dense layers they replace, as ratios.
 
-    python benchmarks/layers.py [--repeats 31] [--widths 512 1024 2048 4096] [--compiled]
+    neurocoder bench [--repeats 31] [--widths 512 1024 2048 4096] [--compiled] [--out FILE]
 
 One thread. A round times every contestant once, forward and backward, one after the other; the figure is the median
 of its times divided by the median of the dense layer's times in the same rounds. Peak memory is what PyTorch's
-allocator holds at most during a step (forward, backward, gradients), parameters included. Writes
-benchmarks/results/layers.json.
+allocator holds at most during a step (forward, backward, gradients), parameters included.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import neurocoder as nc
+from neurocoder_lab.run import source
+from neurocoder_lab.store import make_folder, write_json
 
 BATCH = 128
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -175,39 +173,24 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def commit() -> str:
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return told.stdout.strip() or "unknown"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--widths", type=int, nargs="*", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--compiled", action="store_true", help="also torch.compile (takes minutes)")
-    args = parser.parse_args()
+def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -> None:
+    """Print every ratio, and write them where `out` says."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"Step time over the dense layer's, batch {BATCH}, slots 30, key_dim 5, least_used 5, one thread")
     rows: dict[str, dict[str, float]] = {}
     for part in (
-        lambda: linear_layers(args.widths, args.repeats, args.compiled),
-        lambda: convolutions(args.repeats),
-        lambda: polynomial_head(args.repeats),
+        lambda: linear_layers(widths, repeats, compiled),
+        lambda: convolutions(repeats),
+        lambda: polynomial_head(repeats),
         lambda: memory(2048),
-        lambda: peers(args.repeats),
+        lambda: peers(repeats),
     ):
         found = part()
         rows |= found
         print(table(found), flush=True)
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    about = {"commit": commit(), "torch": torch.__version__, "python": platform.python_version(), "threads": 1,
-             "machine": platform.machine(), "batch": BATCH, "repeats": args.repeats}  # fmt: skip
-    (folder / "layers.json").write_text(json.dumps({"about": about, "ratios": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    if out is not None:
+        about = source() | {"torch": torch.__version__, "python": platform.python_version(), "threads": 1,
+                            "machine": platform.machine(), "batch": BATCH, "repeats": repeats}  # fmt: skip
+        make_folder(out.parent)
+        write_json(out, {"about": about, "ratios": rows})

@@ -1,0 +1,247 @@
+"""The command line: `neurocoder list | run | sweep | report | claims | bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from neurocoder_lab import experiments
+from neurocoder_lab.store import LabError
+from neurocoder_lab.task import Budget, Experiment
+
+RUNS, RESULTS = Path("runs"), Path("results")
+COLOURS = {
+    "holds": "green",
+    "contradicted": "red",
+    "inconclusive": "yellow",
+    "budget-too-short": "yellow",
+    "not-run": "dim",
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to run, whatever the experiment."""
+
+    runs: Path = RUNS
+    """Folder of all runs: each has <experiment>/<name>/seed-N in it, and goes on there if it was stopped."""
+    checkpoint_seconds: float = 30.0
+    """Time between checkpoints."""
+
+
+def run(experiment: Experiment, arguments: list[str]) -> int:
+    """One run, or the rest of it."""
+    from neurocoder_lab.run import Stopped, execute, folder_of
+
+    about = f"{experiment.summary[0].upper()}{experiment.summary[1:]}. Reproduces {experiment.reproduces}."
+    kind = make_dataclass(
+        "Run",
+        [
+            ("config", tyro.conf.OmitArgPrefixes[experiment.config], field(default=experiment.config())),
+            ("engine", tyro.conf.OmitArgPrefixes[Engine], field(default=Engine())),
+            ("precision", Annotated[Literal["no", "bf16", "fp16"], tyro.conf.arg(help="Mixed precision.")], "no"),
+            ("threads", Annotated[int, tyro.conf.arg(help="CPU threads.")], 1),
+        ],
+    )
+    args = tyro.cli(kind, prog=f"neurocoder run {experiment.name}", description=about, args=arguments)
+    engine = args.engine
+    try:
+        result = execute(
+            experiment,
+            args.config,
+            engine.runs,
+            checkpoint_seconds=engine.checkpoint_seconds,
+            precision=args.precision,
+            threads=args.threads,
+        )
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 3
+    numbers = {name: value for name, value in result["final"].items() if isinstance(value, int | float)}
+    print(
+        "  ".join(
+            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value:,}"
+            for name, value in numbers.items()
+        )
+    )
+    print(f"{result['seconds']:.0f} s; all of it in {folder_of(experiment, args.config, engine.runs)}")
+    return 0
+
+
+def sweep(experiment: Experiment, arguments: list[str]) -> int:
+    """A grid of runs, and its results."""
+    from neurocoder_lab import results
+    from neurocoder_lab.sweep import grid
+    from neurocoder_lab.sweep import sweep as go
+
+    axes: list[Any] = [
+        (
+            name,
+            Annotated[tuple[Literal[values], ...], tyro.conf.arg(help="Which of them; all by default.")],
+            field(default=values),
+        )
+        for name, values in experiment.axes.items()
+    ]
+    kind = make_dataclass(
+        "Sweep",
+        [
+            *axes,
+            ("seeds", Annotated[int, tyro.conf.arg(help="Seeds 0 to this, less one.")], 3),
+            ("budget", Annotated[Budget, tyro.conf.arg(help="smoke: seconds; desk: what we publish; paper.")], "desk"),
+            ("workers", Annotated[int, tyro.conf.arg(help="Local processes, one thread each.")], 1),
+            ("cluster", Annotated[str | None, tyro.conf.arg(help="Address of a Ray cluster, or 'local'.")], None),
+            ("engine", tyro.conf.OmitArgPrefixes[Engine], field(default=Engine())),
+            (
+                "results",
+                Annotated[Path | None, tyro.conf.arg(help="Where to distil; <runs>/results by default.")],
+                None,
+            ),
+        ],
+    )
+    about = f"Every combination of: {', '.join(experiment.axes)}, and seeds. Finished runs are skipped."
+    args = tyro.cli(kind, prog=f"neurocoder sweep {experiment.name}", description=about, args=arguments)
+    chosen = {name: getattr(args, name) for name in experiment.axes}
+    empty = [name for name, values in chosen.items() if not values]
+    if empty or args.seeds < 1:
+        raise LabError(f"nothing to run: {'--seeds must be at least 1' if not empty else f'--{empty[0]} names none'}")
+    configs = grid(experiment, chosen, args.seeds, budget=args.budget)
+    runs = args.engine.runs
+    outcomes = go(
+        experiment,
+        configs,
+        runs,
+        workers=args.workers,
+        cluster=args.cluster,
+        checkpoint_seconds=args.engine.checkpoint_seconds,
+    )
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs finished")
+    for outcome in failed:
+        print(
+            f"failed: {experiment.label(outcome.config)} seed {outcome.config.seed}: {outcome.error}", file=sys.stderr
+        )
+    if len(failed) < len(outcomes):
+        print(f"results: {results.distil(experiment, runs, args.results or runs / 'results')}")
+    return 1 if failed else 0
+
+
+def list_experiments() -> None:
+    """The experiments, and what each reproduces."""
+    table = Table("name", "reproduces", "what", "sweeps over", box=None)
+    for experiment in experiments.every():
+        axes = ", ".join(f"{len(values)} {name}s" for name, values in experiment.axes.items())
+        table.add_row(experiment.name, experiment.reproduces, experiment.summary, axes)
+    Console().print(table)
+    print("\nneurocoder run NAME --help shows the settings of one")
+
+
+def report(results: Path = RESULTS, out: Path = Path("report.html")) -> None:
+    """Write one self-contained page: claims, tables beside the papers', figures.
+
+    Args:
+        results: folder of distilled results.
+        out: the page.
+    """
+    from neurocoder_lab.report import write
+
+    print(write(results, out))
+
+
+def claims(results: Path = RESULTS, json: bool = False) -> None:
+    """Every claim of both papers: their number, ours, and the verdict.
+
+    Args:
+        results: folder of distilled results.
+        json: print a list of objects for machines.
+    """
+    from neurocoder_lab.claims import judge
+
+    found = judge(results)
+    if json:
+        print(_json([dataclasses.asdict(claim) for claim in found]))
+        return
+    table = Table("claim", "paper", "ours: mean ± std (n)", "budget", "verdict")
+    for claim in found:
+        paper = ", ".join(f"{name} {value}" for name, value in claim.paper.items() if not isinstance(value, dict))
+        verdict = f"[{COLOURS[claim.verdict]}]{claim.verdict}[/]"
+        table.add_row(f"[bold]{claim.id}[/]\n{claim.statement}", paper, claim.ours, claim.budget or "", verdict)
+    Console().print(table)
+    print(summary([claim.verdict for claim in found]))
+
+
+def summary(verdicts: list[str]) -> str:
+    return ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in COLOURS if verdict in verdicts)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1)
+
+
+def bench(
+    repeats: int = 31,
+    widths: tuple[int, ...] = (512, 1024, 2048, 4096),
+    compiled: bool = False,
+    out: Path | None = None,
+) -> None:
+    """Speed and memory of every layer against nn.Linear, as ratios; one thread.
+
+    Args:
+        repeats: rounds; the figure is the median.
+        widths: of the square program-memory layers.
+        compiled: also torch.compile (takes minutes).
+        out: also write the ratios to this JSON file.
+    """
+    from neurocoder_lab.bench import measure
+
+    measure(repeats, [*widths], compiled, out)
+
+
+def run_usage(experiment: tyro.conf.Positional[str]) -> None:
+    """Run one experiment, or go on with it: neurocoder run NAME --help.
+
+    Args:
+        experiment: one that neurocoder list shows.
+    """
+    raise LabError(f"name the experiment first: neurocoder run {experiment} ...")
+
+
+def sweep_usage(experiment: tyro.conf.Positional[str]) -> None:
+    """Run a grid of models, settings and seeds: neurocoder sweep NAME --help.
+
+    Args:
+        experiment: one that neurocoder list shows.
+    """
+    raise LabError(f"name the experiment first: neurocoder sweep {experiment} ...")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    inner = {"run": run, "sweep": sweep}
+    try:
+        if len(arguments) > 1 and arguments[0] in inner and not arguments[1].startswith("-"):
+            return inner[arguments[0]](experiments.get(arguments[1]), arguments[2:])
+        tyro.extras.subcommand_cli_from_dict(
+            {
+                "list": list_experiments,
+                "run": run_usage,
+                "sweep": sweep_usage,
+                "report": report,
+                "claims": claims,
+                "bench": bench,
+            },
+            prog="neurocoder",
+            description="The experiments of Neurocoder and Modular Networks: run, resume, sweep, report.",
+            args=arguments,
+        )
+    except LabError as error:
+        print(f"neurocoder: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,24 @@
+"""The experiments by name; one file each, imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from neurocoder_lab.task import Experiment
+
+NAMES = {"polynomial": "polynomial"}
+
+
+def get(name: str) -> Experiment:
+    from difflib import get_close_matches
+
+    from neurocoder_lab.store import LabError
+
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, n=1, cutoff=0.0)
+        raise LabError(f"no experiment is called {name!r}; did you mean {near[0]}? All: {', '.join(NAMES)}")
+    return import_module(f"neurocoder_lab.experiments.{NAMES[name]}").EXPERIMENT
+
+
+def every() -> list[Experiment]:
+    return [get(name) for name in NAMES]

@@ -1,0 +1,50 @@
+"""One self-contained HTML page: the claims first, then each experiment with tables and figures. No network needed."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment
+
+from neurocoder_lab import claims, experiments, results
+from neurocoder_lab.run import source
+from neurocoder_lab.store import LabError, make_folder, replacing
+
+VERDICTS = ("holds", "contradicted", "inconclusive", "budget-too-short", "not-run")
+
+
+def write(folder: Path, out: Path) -> Path:
+    """Render the results in the folder; returns the page."""
+    if not folder.is_dir():
+        raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
+    judged = claims.judge(folder)
+    shown = []
+    for experiment in experiments.every():
+        runs = results.load(folder, experiment.name)
+        if not runs:
+            continue
+        budgets = sorted({run["config"]["budget"] for run in runs})
+        seeds = len({run["config"]["seed"] for run in runs})
+        hours = sum(run["seconds"] for run in runs) / 3600
+        commits = sorted({run["environment"]["commit"] + ("+" if run["environment"]["dirty"] else "") for run in runs})
+        shown.append(
+            {
+                "experiment": experiment,
+                "about": f"{len(runs)} runs, {seeds} seeds, budget {', '.join(budgets)}, {hours:.1f} core hours, "
+                f"commit {', '.join(commits)}, torch {runs[0]['environment']['versions']['torch']}",
+                "command": f"neurocoder sweep {experiment.name} --budget {budgets[0]} --seeds {seeds}",
+                "tables": experiment.tables(runs),
+                "figures": experiment.figures(runs),
+                "claims": [claim for claim in judged if claim.experiment == experiment.name],
+            }
+        )
+    counts = [(verdict, sum(claim.verdict == verdict for claim in judged)) for verdict in VERDICTS]
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        (files("neurocoder_lab") / "report.html.jinja").read_text()
+    )
+    page = template.render(claims=judged, experiments=shown, counts=counts, source=source(), folder=folder)
+    make_folder(out.parent)
+    with replacing(out) as temporary:
+        temporary.write_text(page)
+    return out

@@ -1,0 +1,296 @@
+"""The run engine: train a task in a folder, measure, and go on after a kill as if nothing had happened.
+
+A folder holds config.json, environment.json, metrics.jsonl, checkpoints/, and at the end result.json and
+model.safetensors. Times are in result.json alone: all else is the same, to the bit, however often a run was
+interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+
+import neurocoder as nc
+from neurocoder_lab.progress import Progress
+from neurocoder_lab.store import LabError, load_checkpoint, locked, make_folder, read_json, save_checkpoint, write_json
+from neurocoder_lab.task import Config, Experiment, Task, as_dict
+
+CONFIG_FORMAT = 1
+Precision = Literal["no", "bf16", "fp16"]
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and has written a checkpoint."""
+
+
+def folder_of(experiment: Experiment, config: Config, runs: Path) -> Path:
+    return runs / experiment.name / experiment.label(config) / f"seed-{config.seed}"
+
+
+def finished(experiment: Experiment, config: Config, runs: Path) -> dict[str, Any] | None:
+    """The result of a run that has ended, if its folder has that of this very config."""
+    folder = folder_of(experiment, config, runs)
+    if not (folder / "result.json").is_file():
+        return None
+    _check_config(experiment, experiment.resolve(config), folder)
+    return read_json(folder / "result.json")
+
+
+def execute(
+    experiment: Experiment,
+    config: Config,
+    runs: Path = Path("runs"),
+    *,
+    checkpoint_seconds: float = 30.0,
+    precision: Precision = "no",
+    threads: int = 1,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Run an experiment, or go on with it, and return its result."""
+    torch.set_num_threads(threads)
+    config = experiment.resolve(config)
+    folder = folder_of(experiment, config, runs)
+    accelerator = Accelerator(mixed_precision=precision)
+    first = accelerator.is_main_process
+    if first:
+        make_folder(folder)
+    accelerator.wait_for_everyone()
+    with locked(folder) if first else nullcontext():
+        result = finished(experiment, config, runs)
+        if result is not None:
+            return result
+        if first:
+            _write_config(experiment, config, folder, precision)
+        set_seed(config.seed)
+        task = experiment.start(config)
+        task.attach(accelerator)
+        run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
+        run.resume()
+        if first:
+            write_json(folder / "environment.json", environment(accelerator, threads, precision, task.fingerprint))
+        title = f"{experiment.name} {experiment.label(config)} seed {config.seed}"
+        with _stopping() as asked, Progress(title, task.steps, run.step, quiet or not first) as progress:
+            result = run.train(asked, progress)
+        return result
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class _Run:
+    def __init__(self, task: Task, folder: Path, first: bool, seconds: float, say: Callable[[str], None]):
+        self.task, self.folder, self.first, self.seconds, self.say = task, folder, first, seconds, say
+        self.step, self.count, self.spent = 0, 0, 0.0
+        self.sums: dict[str, Tensor] = {}
+        self.started = time.monotonic()
+
+    def train(self, asked: Callable[[], bool], progress: Progress) -> dict[str, Any]:
+        task, latest = self.task, {}
+        saved = self.started = time.monotonic()
+        with open(self.folder / "metrics.jsonl", "a") if self.first else nullcontext() as metrics:
+            task.network.train()
+            while self.step < task.steps:
+                for name, value in task.step(self.step).items():
+                    self.sums[name] = self.sums[name] + value.detach() if name in self.sums else value.detach().clone()
+                self.count += 1
+                self.step += 1
+                if self.step % task.evaluate_every == 0 or self.step == task.steps:
+                    latest = self._measure(metrics)
+                progress.show(self.step, latest)
+                if asked() and self.step < task.steps:
+                    self.checkpoint(metrics)
+                    raise Stopped(f"stopped at step {self.step} of {task.steps}; the same command goes on from there")
+                if self.first and time.monotonic() - saved > self.seconds:
+                    self.checkpoint(metrics)
+                    saved = time.monotonic()
+            self.checkpoint(metrics)  # a kill while concluding costs the conclusion alone
+        return self._conclude(latest or self._last())
+
+    def _measure(self, metrics: Any) -> dict[str, float]:
+        """Log what was averaged since the last time, and an evaluation."""
+        task = self.task
+        names, totals = [*self.sums], [*self.sums.values()]
+        means: Any = torch.stack(totals) / self.count if totals else torch.zeros(0)
+        if task.accelerator.num_processes > 1:
+            means = task.accelerator.reduce(means, "mean")
+        self.sums, self.count = {}, 0
+        row: dict[str, float] = dict(zip(names, means.tolist(), strict=True))
+        bad = [name for name, value in row.items() if value != value]
+        if bad:
+            raise LabError(f"{', '.join(bad)} is not a number after step {self.step}: lower the learning rate")
+        task.network.eval()
+        with torch.no_grad():
+            row |= task.evaluate()
+        task.network.train()
+        if self.first:
+            metrics.write(json.dumps({"step": self.step} | row) + "\n")
+            metrics.flush()
+        return row
+
+    def _last(self) -> dict[str, float]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return {name: value for name, value in json.loads(lines[-1]).items() if name != "step"}
+
+    def _conclude(self, latest: dict[str, float]) -> dict[str, Any]:
+        task = self.task
+        task.network.eval()
+        with torch.no_grad():
+            ending = task.conclude()
+        seconds = self.spent + time.monotonic() - self.started
+        size = sum(parameter.numel() for parameter in task.model.parameters())
+        final = {"steps": self.step, "parameters": size} | latest | ending
+        result = {"final": final, "seconds": round(seconds, 1)}
+        if self.first:
+            nc.save(task.accelerator.unwrap_model(task.network), self.folder / "model.safetensors")
+            write_json(self.folder / "result.json", result)
+        return result
+
+    def checkpoint(self, metrics: Any) -> None:
+        if not self.first:
+            return
+        metrics.flush()
+        task = self.task
+        model = task.accelerator.unwrap_model(task.network)
+        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        optimiser, scalars = task.optimiser.state_dict(), {}
+        for index, entry in optimiser["state"].items():
+            for name, value in entry.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimiser.{index}.{name}"] = value
+                else:
+                    scalars.setdefault(str(index), {})[name] = value
+        tensors |= {f"extra.{name}": tensor for name, tensor in task.state().items()}
+        tensors |= {f"sums.{name}": tensor for name, tensor in self.sums.items()}
+        tensors["random.torch"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            tensors["random.cuda"] = torch.cuda.get_rng_state()
+        about = {
+            "groups": optimiser["param_groups"],
+            "scalars": scalars,
+            "random": random.getstate(),
+            "count": self.count,
+            "metrics": metrics.tell(),
+            "seconds": self.spent + time.monotonic() - self.started,
+        }
+        save_checkpoint(self.folder / "checkpoints", self.step, tensors, about)
+
+    def resume(self) -> None:
+        """Go back to the newest whole checkpoint; metrics logged after it are logged again."""
+        found = load_checkpoint(self.folder / "checkpoints", self.say)
+        log = self.folder / "metrics.jsonl"
+        if found is None:
+            log.unlink(missing_ok=True) if self.first else None
+            return
+        tensors, about = found
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimiser": {}, "extra": {}, "sums": {}, "random": {}}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            parts[kind][rest] = tensor
+        task = self.task
+        task.accelerator.unwrap_model(task.network).load_state_dict(parts["model"])
+        state: dict[int, dict[str, Any]] = {int(i): dict(entry) for i, entry in about["scalars"].items()}
+        for name, tensor in parts["optimiser"].items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = tensor
+        task.optimiser.load_state_dict({"state": state, "param_groups": about["groups"]})
+        task.load_state(parts["extra"])
+        self.sums = {name: tensor.to(task.accelerator.device) for name, tensor in parts["sums"].items()}
+        self.step, self.count, self.spent = about["step"], about["count"], about["seconds"]
+        torch.set_rng_state(parts["random"]["torch"])
+        if "cuda" in parts["random"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(parts["random"]["cuda"])
+        kind, words, gauss = about["random"]
+        random.setstate((kind, tuple(words), gauss))
+        if self.first:
+            with open(log, "r+") as file:
+                file.truncate(about["metrics"])
+        self.say(f"going on from step {self.step} of {task.steps}")
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM or ctrl-C has asked to stop; a second ctrl-C stops at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever started it handles signals
+        before = {}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_config(experiment: Experiment, config: Config, folder: Path, precision: str) -> None:
+    if (folder / "config.json").is_file():
+        _check_config(experiment, config, folder)
+        return
+    content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
+    write_json(folder / "config.json", content)
+
+
+def _check_config(experiment: Experiment, config: Config, folder: Path) -> None:
+    """Raise unless the folder is that of this config."""
+    stored = read_json(folder / "config.json")
+    known = {field.name for field in fields(config)}
+    theirs = stored.get("config", {}) if isinstance(stored, dict) else {}
+    if not theirs or stored.get("format") != CONFIG_FORMAT or theirs.keys() != known:
+        odd = ", ".join(sorted(theirs.keys() ^ known)) or "its format"
+        raise LabError(f"{folder}/config.json is from another version (it differs in {odd}): use another --runs folder")
+    ours = json.loads(json.dumps(as_dict(config)))
+    differing = [f"{name} {theirs[name]!r}, now {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+    if differing:
+        raise LabError(f"{folder} holds a run of another config ({'; '.join(differing)}): use another --runs folder")
+
+
+def environment(accelerator: Accelerator, threads: int, precision: str, fingerprint: str) -> dict[str, Any]:
+    """Where a number came from."""
+    return {
+        **source(),
+        "versions": {name: version(name) for name in ("torch", "safetensors", "accelerate")}
+        | {"neurocoder": nc.__version__},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": str(accelerator.device),
+        "processes": accelerator.num_processes,
+        "threads": threads,
+        "precision": precision,
+        "data": fingerprint,
+    }
+
+
+def source() -> dict[str, Any]:
+    """Commit of the code, and whether the code differs from it."""
+
+    def git(*words: str) -> str:
+        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return told.stdout.strip() if told.returncode == 0 else ""
+
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": bool(git("status", "--porcelain", "-uno")),
+    }

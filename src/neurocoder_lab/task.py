@@ -1,0 +1,124 @@
+"""What an experiment is: a config, and a task that trains one model step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+Budget = Literal["smoke", "desk", "paper"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings that every experiment has. A field that is None is filled in by the budget."""
+
+    seed: int = 0
+    """Fixes everything: data, their order, initial weights."""
+    budget: Budget = "desk"
+    """smoke: seconds; desk: what two CPU cores finish, and what we publish; paper: as published."""
+
+
+class Task:
+    """One run: what it trains, on what, and what it measures. Randomness comes from torch's own generator alone.
+
+    Attributes:
+        model, optimiser: as built by the experiment, on the CPU.
+        steps: how many there are.
+        evaluate_every: steps between evaluations; there is one after the last step in any case.
+        network: the model to call in `step`, once attached: it may be spread over processes.
+        accelerator: the devices and processes at hand, once attached.
+        fingerprint: of the data.
+    """
+
+    def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, evaluate_every: int):
+        self.model, self.optimiser = model, optimiser
+        self.steps, self.evaluate_every = steps, evaluate_every
+        self.fingerprint = "none"
+
+    def attach(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.network, self.optimiser = accelerator.prepare(self.model, self.optimiser)
+
+    def step(self, index: int) -> dict[str, Tensor]:
+        """Train on one batch; what it returns (means over this process's share) is averaged and logged."""
+        raise NotImplementedError
+
+    def evaluate(self) -> dict[str, float]:
+        """What is measured now and then."""
+        raise NotImplementedError
+
+    def conclude(self) -> dict[str, Any]:
+        """What is measured once, at the end: numbers, and what figures need."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run needs beyond model, optimiser and random numbers."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        pass
+
+    def share(self, *tensors: Tensor) -> list[Tensor]:
+        """This process's rows of a batch that every process has drawn alike, on its device."""
+        at, count = self.accelerator.process_index, self.accelerator.num_processes
+        if len(tensors[0]) % count:
+            raise ValueError(f"a batch of {len(tensors[0])} cannot be shared evenly by {count} processes")
+        part = len(tensors[0]) // count
+        return [tensor[at * part : (at + 1) * part].to(self.accelerator.device) for tensor in tensors]
+
+    def learn(self, loss: Tensor) -> None:
+        """One step of the optimiser."""
+        self.optimiser.zero_grad()
+        self.accelerator.backward(loss)
+        self.optimiser.step()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment of the papers.
+
+    Attributes:
+        name, reproduces, summary: for `neurocoder list`.
+        config: its dataclass, a `Config`.
+        axes: what a sweep crosses with the seeds: fields of the config and their values.
+        fill: from a config to what stands where one of its fields is None, by its budget and model.
+        start: makes the task of a config whose fields are all filled in.
+        figures: from the distilled runs to (title, SVG) pairs for the report.
+        tables: from the distilled runs to (title, header, rows) for the report.
+    """
+
+    name: str
+    reproduces: str
+    summary: str
+    config: type[Config]
+    axes: dict[str, tuple[str, ...]]
+    fill: Callable[[Any], dict[str, Any]]
+    start: Callable[[Any], Task]
+    figures: Callable[[list[dict]], list[tuple[str, str]]]
+    tables: Callable[[list[dict]], list[tuple[str, list[str], list[list[str]]]]]
+
+    def resolve(self, config: Config) -> Config:
+        """The config with every None filled in."""
+        return replace(config, **{name: v for name, v in self.fill(config).items() if getattr(config, name) is None})
+
+    def label(self, config: Config) -> str:
+        """The name of a run's folder: its place on the axes, its budget, and what differs from that."""
+        plain = self.resolve(self.config(budget=config.budget, **{name: getattr(config, name) for name in self.axes}))
+        full = self.resolve(config)
+        parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
+        for field in fields(full):
+            value = getattr(full, field.name)
+            if field.name != "seed" and value != getattr(plain, field.name):
+                parts.append(f"{field.name}-{value}")
+        return re.sub(r"[^\w.+-]", "_", ".".join(parts))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)

@@ -1,0 +1,140 @@
+"""Sweeps on processes and on Ray: skipping, failing, dying, and equal results."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from neurocoder_lab import experiments, results
+from neurocoder_lab.cli import main
+from neurocoder_lab.experiments import polynomial
+from neurocoder_lab.experiments.polynomial import Polynomial
+from neurocoder_lab.run import folder_of
+from neurocoder_lab.store import LabError
+from neurocoder_lab.sweep import grid, sweep
+
+EXPERIMENT = polynomial.EXPERIMENT
+
+
+def configs(count: int = 3, **more) -> list[Polynomial]:
+    options = {"budget": "smoke", "model": "linear", "iterations": 20} | more
+    return [Polynomial(seed=seed, **options) for seed in range(count)]
+
+
+def finals(runs: Path, chosen: list[Polynomial]) -> list[dict]:
+    return [json.loads((folder_of(EXPERIMENT, c, runs) / "result.json").read_text())["final"] for c in chosen]
+
+
+def test_a_grid_has_every_combination():
+    found = grid(EXPERIMENT, {"model": ("linear", "film"), "setting": ("plain", "noise")}, 3, budget="smoke")
+    assert len({*found}) == 12
+    assert [config.seed for config in found[:4]] == [0] * 4
+
+
+def test_finished_runs_are_skipped_and_failures_listed(tmp_path):
+    chosen = configs()
+    assert all(outcome.error is None for outcome in sweep(EXPERIMENT, chosen[:1], tmp_path))
+    stamp = (folder_of(EXPERIMENT, chosen[0], tmp_path) / "result.json").stat().st_mtime_ns
+    bad = configs(1, iterations=20, rate=1e30)
+    outcomes = sweep(EXPERIMENT, [chosen[0], *bad, *chosen[1:]], tmp_path, workers=2)
+    assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
+    assert "not a number" in outcomes[1].error
+    assert (folder_of(EXPERIMENT, chosen[0], tmp_path) / "result.json").stat().st_mtime_ns == stamp
+    assert finals(tmp_path, chosen)[0]["test"] != finals(tmp_path, chosen)[1]["test"]
+
+
+def kill_one(folder: Path, stop: threading.Event) -> None:
+    """Kill the first process that locks a run's folder."""
+    while not stop.is_set():
+        for lock in folder.rglob("lock"):
+            if (lock.parent / "metrics.jsonl").exists() and lock.read_text():
+                os.kill(int(lock.read_text()), signal.SIGKILL)
+                return
+        time.sleep(0.01)
+
+
+def test_a_killed_process_costs_nothing(tmp_path):
+    chosen = configs(2, iterations=60)
+    stop = threading.Event()
+    killer = threading.Thread(target=kill_one, args=(tmp_path / "a", stop))
+    killer.start()
+    outcomes = sweep(EXPERIMENT, chosen, tmp_path / "a", workers=2, checkpoint_seconds=0.1)
+    stop.set()
+    killer.join()
+    assert all(outcome.error is None for outcome in outcomes)
+    sweep(EXPERIMENT, chosen, tmp_path / "b")
+    assert finals(tmp_path / "a", chosen) == finals(tmp_path / "b", chosen)
+
+
+def test_a_ray_cluster_that_loses_a_node_finishes_with_the_same_results(tmp_path):
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        doomed = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        chosen = configs(4, iterations=150)
+        runs = tmp_path / "ray"
+
+        def kill() -> None:
+            while len([*runs.rglob("metrics.jsonl")]) < 2:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            cluster.remove_node(doomed, allow_graceful=False)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        outcomes = sweep(EXPERIMENT, chosen, runs, cluster=cluster.address, checkpoint_seconds=0.2)
+        killer.join()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert [outcome.error for outcome in outcomes] == [None] * 4
+    sweep(EXPERIMENT, chosen, tmp_path / "local")
+    assert finals(runs, chosen) == finals(tmp_path / "local", chosen)
+
+
+def test_the_command_sweeps_distils_and_reports(tmp_path, capsys):
+    runs, page = tmp_path / "runs", tmp_path / "page.html"
+    words = ["sweep", "polynomial", "--budget", "smoke", "--seeds", "1", "--model", "linear", "neurocoder-multi"]
+    assert main([*words, "--setting", "plain", "--runs", str(runs)]) == 0
+    assert "2 of 2 runs finished" in capsys.readouterr().out
+    assert len(results.load(runs / "results", "polynomial")) == 2
+    assert main(["report", "--results", str(runs / "results"), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert "GRU alone" in text
+    assert "budget-too-short" in text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=.?(https?:|//)", text)
+
+
+def test_what_is_asked_wrongly_is_said(tmp_path, capsys):
+    assert main(["run", "polynomal"]) == 1
+    assert "did you mean polynomial?" in capsys.readouterr().err
+    assert main(["report", "--results", str(tmp_path / "none")]) == 1
+    assert "is no folder of results" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sweep", "polynomial", "--modle", "linear"])
+    assert "--model" in capsys.readouterr().err
+    assert main(["sweep", "polynomial", "--seeds", "0"]) == 1
+    assert (
+        main(["sweep", "polynomial", "--seeds", "1", "--budget", "smoke", "--workers", "0", "--runs", str(tmp_path)])
+        == 1
+    )
+    assert "--workers must be at least 1" in capsys.readouterr().err
+    assert main(["list"]) == 0
+    assert "polynomial" in capsys.readouterr().out
+    with pytest.raises(LabError):
+        experiments.get("nothing of the kind")
+    (tmp_path / "blocked").write_text("")
+    assert main(["run", "polynomial", "--budget", "smoke", "--runs", str(tmp_path / "blocked")]) == 1
+    assert "cannot be made" in capsys.readouterr().err
