@@ -66,7 +66,7 @@ def execute(
     torch.set_num_threads(threads)
     config = experiment.resolve(config)
     folder = folder_of(experiment, config, runs)
-    accelerator = Accelerator(mixed_precision=precision)
+    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
     first = accelerator.is_main_process
     if first:
         make_folder(folder)
