@@ -7,6 +7,7 @@ import re
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 INK = "#123457"  # replaced by the colour of the page's text
 COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0")
@@ -48,6 +49,8 @@ def curves(named: dict[str, tuple[list[int], list[float], list[float]]], label: 
             )
         if log:
             axes.set_yscale("log")
+            for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                axis(FuncFormatter(lambda value, place: f"{value:.3g}"))
         axes.set_xlabel("training steps")
         axes.set_ylabel(label)
         axes.legend(frameon=False, fontsize=9, ncols=2)
