@@ -220,7 +220,8 @@ def _general() -> dict[str, Rule]:
 
 
 def _parameters(runs: Runs) -> tuple[Verdict, str]:
-    away = {f"{run['config']['task']} {run['config']['model']}": run["final"]["away"] for run in runs}
+    known = runs.where(follows=True)
+    away = {f"{run['config']['task']} {run['config']['model']}": run["final"]["away"] for run in known}
     worst = max(away, key=lambda name: abs(away[name]))
     inside = sum(abs(value) <= 0.05 for value in away.values())
     return (

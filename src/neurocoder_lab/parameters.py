@@ -1,12 +1,16 @@
-"""Parameters of the papers' models, ours beside Table 7 of Neurocoder: `python -m neurocoder_lab.parameters`.
+"""Parameters of the papers' models, ours beside Table 7 of Neurocoder: `python -m neurocoder_lab.parameters [RESULTS]`.
+
+Given a folder of results, it writes parameters.json there, which decides the claim about sizes.
 
 Every model is the plain network re-coded with the settings of the papers' Table 6; no width is fitted to a number.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +19,8 @@ from rich.table import Table
 from torch import nn
 
 import neurocoder as nc
-from neurocoder_lab import networks
+from neurocoder_lab import networks, results
+from neurocoder_lab.run import source
 
 TOLERANCE = 0.05
 AUTHORS: dict[str, Any] = {"compat": "authors"}
@@ -122,17 +127,23 @@ def cells() -> list[Cell]:
     ]  # fmt: skip
 
 
-def main() -> None:
+def main(folder: Path | None = None) -> None:
     table = Table("task", "model", "ours", "paper", "off by", "of which", title="Parameters beside Table 7")
     for column in table.columns[2:5]:
         column.justify = "right"
+    runs = []
     for cell in cells():
         count = cell.count()
         away = count / cell.paper - 1
         mark = "" if not cell.follows else (" ok" if abs(away) <= TOLERANCE else " !")
         table.add_row(cell.task, cell.model, f"{count:,.0f}", f"{cell.paper:,.0f}", f"{away:+.1%}{mark}", cell.note)
+        config = {"task": cell.task, "model": cell.model, "follows": cell.follows, "seed": 0, "budget": "paper"}
+        final = {"parameters": count, "paper": cell.paper, "away": away}
+        runs.append({"config": config, "final": final, "curve": {}, "seconds": 0.0, "environment": source()})
     Console().print(table)
+    if folder is not None:
+        results.write(folder, "parameters", runs)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:2]))

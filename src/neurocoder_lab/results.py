@@ -63,9 +63,13 @@ def distil(experiment: Experiment, runs: Path, results: Path) -> Path:
         )
     if not found:
         raise LabError(f"no finished run of {experiment.name} under {runs}")
+    return write(results, experiment.name, found)
+
+
+def write(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
     make_folder(results)
-    target = results / f"{experiment.name}.json"
-    write_json(target, {"format": FORMAT, "experiment": experiment.name, "runs": found})
+    target = results / f"{name}.json"
+    write_json(target, {"format": FORMAT, "experiment": name, "runs": runs})
     return target
 
 
