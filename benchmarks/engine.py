@@ -2,8 +2,8 @@
 
     python benchmarks/engine.py
 
-Overhead: time in training steps of a polynomial run (its evaluations and checkpoints included) over that of a bare loop
-with the same model, data, optimiser and evaluations; the two take turns. Throughput: eight short runs on one worker and
+Overhead: time of a polynomial run over that of a bare loop with the same model, data, optimiser and evaluations; the
+two take turns. Throughput: eight short runs on one worker and
 on two. Writes benchmarks/results/engine.json.
 """
 
@@ -44,6 +44,10 @@ def bare(config: Polynomial) -> float:
         if (step + 1) % (STEPS // 50) == 0:
             with torch.no_grad():
                 F.mse_loss(model(held_out[0]).squeeze(-1), held_out[1]).item()
+    with torch.no_grad():
+        x, y = polynomial.sequences(polynomial.TEST, polynomial.CHUNKS, 0.0)
+        F.mse_loss(model(x).squeeze(-1), y).item()
+        polynomial.attention_changes(model, x, polynomial.CHUNKS)
     return time.perf_counter() - start
 
 

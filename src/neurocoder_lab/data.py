@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def _split(name: str, split: str) -> tuple[tuple[Tensor, Tensor], str]:
     source = _local(name, split)
     stamp = f"{source.stat().st_size}-{source.stat().st_mtime_ns}" if source else "hub"
     if cache.is_file():
-        with safe_open(cache, framework="pt") as file:
+        with suppress(SafetensorError), safe_open(cache, framework="pt") as file:  # a broken one is made again
             about = file.metadata() or {}
             if about.get("stamp") == stamp:
                 return (file.get_tensor("x"), file.get_tensor("y")), about["fingerprint"]

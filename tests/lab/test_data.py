@@ -1,0 +1,63 @@
+"""Data: decoded once from local parquet, split by a fixed rule, fingerprinted; absent, it says what to do."""
+
+import os
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from neurocoder_lab import data
+from neurocoder_lab.store import LabError
+
+
+def write(folder, name: str, split: str, count: int, seed: int) -> None:
+    image, label = data.IMAGES[name]
+    drawn = np.random.default_rng(seed).integers(
+        0, 256, (count, 8, 8) + ((3,) if name != "mnist" else ()), dtype=np.uint8
+    )
+    columns = {image: [Image.fromarray(pixels) for pixels in drawn], label: [n % 10 for n in range(count)]}
+    kinds = datasets.Features({image: datasets.Image(), label: datasets.Value("int64")})
+    (folder / name).mkdir(exist_ok=True)
+    datasets.Dataset.from_dict(columns, features=kinds).to_parquet(folder / name / f"{split}.parquet")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEUROCODER_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "channels"), [("mnist", 1), ("cifar10", 3), ("cifar100", 3)])
+def test_images_are_split_and_cached(folder, monkeypatch, name, channels):
+    write(folder, name, "train", 40, 0)
+    write(folder, name, "test", 10, 1)
+    first = data.images(name)
+    assert first.train[0].shape == (36, channels, 8, 8)
+    assert first.train[0].dtype == torch.uint8
+    assert first.validation[1].tolist() == [9, 9, 9, 9]
+    assert first.test[1].tolist() == [*range(10)]
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_decode", lambda *args: pytest.fail("decoded twice"))
+        again = data.images(name)
+    assert torch.equal(again.train[0], first.train[0])
+    assert again.fingerprint == first.fingerprint
+    cache = folder / "cache" / "neurocoder" / f"{name}-train.safetensors"
+    cache.write_bytes(cache.read_bytes()[:100])
+    assert data.images(name).fingerprint == first.fingerprint
+    write(folder, name, "test", 10, 2)
+    assert data.images(name).fingerprint != first.fingerprint
+
+
+def test_unknown_and_absent(folder):
+    with pytest.raises(LabError, match="no image data set is called 'mnst'"):
+        data.images("mnst")
+    program = "from neurocoder_lab import data\ntry: data.images('mnist')\nexcept data.LabError as error: print(error)"
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert "set NEUROCODER_DATA to a folder that holds mnist/train.parquet" in told.stdout
