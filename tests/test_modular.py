@@ -231,6 +231,20 @@ def test_compile_export_meta_and_empty(make):
     assert layer.to("meta")(x.to("meta")).shape[0] == 8
 
 
+def test_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in (modular.Linear(6, 4, modules=3), modular.GRU(6, 4, modules=3, batch_first=True)):
+            y = layer(torch.randn(2, 5, 6))
+            assert (y[0] if isinstance(y, tuple) else y).isfinite().all()
+        assert modular.Conv2d(2, 4, 3, modules=3)(torch.randn(3, 2, 5, 5)).dtype == torch.bfloat16
+
+
+def test_modules_of_a_pool_are_left_alone_whatever_their_name():
+    layer = modular.Linear(6, 6, modules=3)
+    model = nn.ModuleDict({"pool": layer.pool, "layer": layer, "last": nn.Linear(6, 2)})
+    assert nc.recode(model, "*", slots=3) == ["last"]
+
+
 def test_leading_shapes_control_and_single_images():
     layer = linear(control_features=3)
     x, control = torch.randn(2, 3, 6).double(), torch.randn(2, 3, 3).double()
@@ -279,5 +293,9 @@ def test_bad_input():
         gru(torch.randn(2, 3))
     with pytest.raises(ValueError, match=r"expected h_0 of shape \(1, 2, 4\)"):
         gru(torch.randn(5, 2, 3), torch.zeros(2, 4))
+    with pytest.raises(TypeError, match="got list"):
+        gru([1.0])
+    with pytest.raises(TypeError, match="convert one of them"):
+        gru(torch.randn(5, 2, 3).double())
     with pytest.raises(ValueError, match="at least one step"):
         gru(torch.randn(0, 2, 3))

@@ -271,6 +271,44 @@ def test_bad_input_changes_nothing():
         Reinforce(model, lambda output, target: output).loss(x, y)
 
 
+def test_a_first_batch_that_fails_stores_nothing():
+    em = ViterbiEM(nn.Sequential(modular.Linear(4, 2, modules=3)), gaussian(), size=5)
+    for x, y, index in (
+        (torch.randn(5, 9, 4), torch.randn(5, 6, 2), torch.arange(5)),
+        (torch.randn(5, 6, 4), torch.randn(5, 6, 2), torch.arange(4)),
+    ):
+        for step in (em.expect, em.loss):
+            with pytest.raises(ValueError, match=r"expected targets|a path of 4"):
+                step(x, y, index)
+            assert em.choices is None
+    em.expect(torch.randn(5, 6, 4), torch.randn(5, 6, 2), torch.arange(5))
+    with pytest.raises(ValueError, match="another training"):
+        em.load_state_dict({})
+
+
+def test_empty_batches_and_numbers_that_are_none():
+    model, x, y, likelihood = problem("classification")
+    reinforce = Reinforce(model, likelihood)
+    reinforce.loss(x, y)
+    average = reinforce.average.clone()
+    reinforce.loss(x[:0], y[:0])
+    assert torch.equal(reinforce.average, average)
+    assert gaussian()(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0,)
+    model = nn.Sequential(modular.Linear(4, 2, modules=2)).double()
+    with torch.no_grad():
+        model[0].pool[1].weight.fill_(float("nan"))
+    em = ViterbiEM(model, gaussian(), size=30, samples=20)
+    assert not em.expect(x, torch.randn(30, 2).double(), torch.arange(30)).isnan().any()
+    assert not em.choices.any()
+
+
+def test_likelihoods_of_other_data_points_are_refused():
+    model = nn.Sequential(modular.Linear(4, 2, modules=3))
+    steps = Reinforce(model, lambda output, target: -(output - target).square().sum((0, 2)))
+    with pytest.raises(ValueError, match="5 likelihoods for 1 data points"):
+        steps.loss(torch.randn(1, 5, 4), torch.randn(1, 5, 2))
+
+
 def test_a_changed_length_says_so():
     model, x, y, likelihood = problem("sequences")
     em = ViterbiEM(model, likelihood, size=30)

@@ -159,7 +159,7 @@ def test_balance_losses_are_those_of_the_paper():
     noise = torch.randn(7, 4, dtype=torch.float64)
     importance, load = torch.zeros(4).double(), torch.zeros(4).double()
     for n, row in enumerate(x):
-        clean, std = layer.gate @ row, F.softplus(layer.noise @ row)
+        clean, std = layer.gate @ row, F.softplus(layer.noise @ row) + 0.01
         noisy = clean + std * noise[n]
         torch.testing.assert_close(y[n], moe_row(layer, row, noisy))
         chosen = noisy.topk(2).indices
@@ -170,8 +170,57 @@ def test_balance_losses_are_those_of_the_paper():
     found = nc.peers.balance(layer)[""]
     torch.testing.assert_close(found.importance, importance.var(correction=0) / importance.mean() ** 2)
     torch.testing.assert_close(found.load, load.var(correction=0) / load.mean() ** 2)
-    found.load.backward()
-    assert layer.gate.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["gate", "noise"])
+def test_the_load_loss_has_its_gradient(name):
+    torch.manual_seed(0)
+    layer = shake(MixtureOfExperts(6, 5, experts=4, top_k=2, dtype=torch.float64))
+    x, parameter = torch.randn(7, 6).double(), getattr(layer, name)
+
+    def load():
+        torch.manual_seed(5)
+        layer(x)
+        return nc.peers.balance(layer)[""].load
+
+    load().backward()
+    for place in ((0, 0), (2, 3), (3, 5)):
+        values = []
+        for move in (1e-6, -2e-6, 1e-6):
+            with torch.no_grad():
+                parameter[place] += move
+            values.append(load().item())
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(parameter.grad[place].item(), rel=1e-4, abs=1e-8)
+
+
+def test_noise_that_vanishes_leaves_gradients_finite():
+    layer = MixtureOfExperts(4, 3, experts=3)
+    nn.init.normal_(layer.gate)
+    nn.init.constant_(layer.noise, -50)
+    layer(torch.ones(8, 4) + 0.01 * torch.randn(8, 4))
+    nc.peers.balance(layer)[""].load.backward()
+    assert layer.gate.grad.isfinite().all()
+    assert layer.noise.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_made_on_meta_starts_like_any_other(kind):
+    layer, options = LAYERS[kind]
+    made = layer(6, 5, device="meta", **options).to_empty(device="cpu")
+    torch.manual_seed(3)
+    made.reset_parameters()
+    fresh = layer(6, 5, **options)
+    torch.manual_seed(3)
+    fresh.reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), fresh.parameters(), strict=True))
+
+
+def test_all_experts_chosen_are_all_loaded():
+    layer = MixtureOfExperts(4, 3, experts=2, top_k=2).eval()
+    nn.init.constant_(layer.gate[0], 0.01)
+    report = nc.diagnose(layer, torch.rand(8, 4))[""]
+    assert report.load.tolist() == [0.5, 0.5]
+    assert report.dead == 0
 
 
 def test_balance_evens_the_load():
@@ -193,8 +242,14 @@ def test_balance_evens_the_load():
 
 def test_balance_without_a_forward_says_so_and_copies_have_had_none():
     layer = MixtureOfExperts(6, 5, experts=4)
-    with pytest.raises(ValueError, match="no forward in training mode yet"):
+    with pytest.raises(ValueError, match="no forward in training mode since"):
         nc.peers.balance(layer)
+    for rows in (3, 0, 2):  # an empty batch leaves nothing of the one before it
+        layer(torch.randn(rows, 6))
+        losses = nc.peers.balance(layer)[""]
+        (losses.load + losses.importance).backward()
+        with pytest.raises(ValueError, match="since the last time"):
+            nc.peers.balance(layer)
     layer(torch.randn(3, 6))
     assert copy.deepcopy(layer)._last is None
     assert nc.peers.balance(nn.Linear(2, 2)) == {}

@@ -42,9 +42,11 @@ class Mixture(Record):
 
     Attributes:
         weights: (..., parts), summing to 1; 0 for an expert that was not computed.
+        chosen: the experts that were computed, (..., top_k); None where all programs are.
     """
 
     weights: Tensor
+    chosen: Tensor | None
 
 
 @dataclass(frozen=True, repr=False)

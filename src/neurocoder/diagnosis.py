@@ -159,10 +159,10 @@ def _programs(layer: ProgramLayer, calls: list[Attention]) -> ProgramDiagnosis:
 def _mixture(layer: Conditional, calls: list[Mixture]) -> RoutingDiagnosis:
     weights = _joined(calls, "weights", 1)
     importance = weights.mean(0)
-    sparse = (weights == 0).any()
-    used = (weights > 0) if sparse else nn.functional.one_hot(weights.argmax(-1), weights.shape[1])
+    used = weights.argmax(-1) if calls[0].chosen is None else _joined(calls, "chosen", 1).flatten()
+    count = torch.bincount(used, minlength=weights.shape[1]).to(weights.dtype)
     entropy = _entropy(weights).mean().item(), _entropy(importance).item()
-    return _routing(len(weights), importance, used.to(weights.dtype).sum(0), entropy)
+    return _routing(len(weights), importance, count, entropy)
 
 
 def _choices(layer: Conditional, calls: list[Choice]) -> RoutingDiagnosis:

@@ -180,12 +180,10 @@ def _choose(model: nn.Module, where: Where) -> dict[str, nn.Module]:
 
 def _outside_conditional_layers(model: nn.Module) -> dict[str, nn.Module]:
     """All modules by all their names, but for those inside of layers that are re-coded already."""
-    found, inside = {}, set()
-    for name, module in unwrap(model).named_modules(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        if owner in inside or isinstance(module, Conditional):
-            inside.add(name)
-        elif name:
+    model, found = unwrap(model), {}
+    inside = {part for module in model.modules() if isinstance(module, Conditional) for part in module.modules()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and module not in inside:
             found[name.replace("_orig_mod.", "")] = unwrap(module)
     return found
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from neurocoder_lab import experiments
-from neurocoder_lab.store import LabError
+from neurocoder_lab.store import LabError, Stopped
 from neurocoder_lab.task import Budget, Experiment
 
 RUNS, RESULTS = Path("runs"), Path("results")
@@ -39,7 +39,7 @@ class Engine:
 
 def run(experiment: Experiment, arguments: list[str]) -> int:
     """One run, or the rest of it."""
-    from neurocoder_lab.run import Stopped, execute, folder_of
+    from neurocoder_lab.run import execute, finished, folder_of
 
     about = f"{experiment.summary[0].upper()}{experiment.summary[1:]}. Reproduces {experiment.reproduces}."
     kind = make_dataclass(
@@ -53,18 +53,15 @@ def run(experiment: Experiment, arguments: list[str]) -> int:
     )
     args = tyro.cli(kind, prog=f"neurocoder run {experiment.name}", description=about, args=arguments)
     engine = args.engine
-    try:
-        result = execute(
-            experiment,
-            args.config,
-            engine.runs,
-            checkpoint_seconds=engine.checkpoint_seconds,
-            precision=args.precision,
-            threads=args.threads,
-        )
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return 3
+    known = finished(experiment, args.config, engine.runs) is not None
+    result = execute(
+        experiment,
+        args.config,
+        engine.runs,
+        checkpoint_seconds=engine.checkpoint_seconds,
+        precision=args.precision,
+        threads=args.threads,
+    )
     numbers = {name: value for name, value in result["final"].items() if isinstance(value, int | float)}
     print(
         "  ".join(
@@ -72,7 +69,8 @@ def run(experiment: Experiment, arguments: list[str]) -> int:
             for name, value in numbers.items()
         )
     )
-    print(f"{result['seconds']:.0f} s; all of it in {folder_of(experiment, args.config, engine.runs)}")
+    took = "finished before, in" if known else "took"
+    print(f"{took} {result['seconds']:.0f} s; all of it in {folder_of(experiment, args.config, engine.runs)}")
     return 0
 
 
@@ -129,7 +127,8 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
             f"failed: {experiment.label(outcome.config)} seed {outcome.config.seed}: {outcome.error}", file=sys.stderr
         )
     if len(failed) < len(outcomes):
-        print(f"results: {results.distil(experiment, runs, args.results or runs / 'results')}")
+        file = results.distil(experiment, runs, args.results or runs / "results")
+        print(f"results in {file}; to see them: neurocoder report --results {file.parent}")
     return 1 if failed else 0
 
 
@@ -210,7 +209,6 @@ def run_usage(experiment: tyro.conf.Positional[str]) -> None:
     Args:
         experiment: one that neurocoder list shows.
     """
-    raise LabError(f"name the experiment first: neurocoder run {experiment} ...")
 
 
 def sweep_usage(experiment: tyro.conf.Positional[str]) -> None:
@@ -219,15 +217,22 @@ def sweep_usage(experiment: tyro.conf.Positional[str]) -> None:
     Args:
         experiment: one that neurocoder list shows.
     """
-    raise LabError(f"name the experiment first: neurocoder sweep {experiment} ...")
+
+
+def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
+    """The experiment named among the words, and the rest of them."""
+    plain = [word for word in words if word in experiments.NAMES] or [w for w in words[:1] if not w.startswith("-")]
+    if not plain:
+        raise LabError(f"name an experiment: neurocoder {command} NAME; there is {', '.join(experiments.NAMES)}")
+    return experiments.get(plain[0]), [word for word in words if word != plain[0]]
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     inner = {"run": run, "sweep": sweep}
     try:
-        if len(arguments) > 1 and arguments[0] in inner and not arguments[1].startswith("-"):
-            return inner[arguments[0]](experiments.get(arguments[1]), arguments[2:])
+        if arguments and arguments[0] in inner and arguments[1:] not in (["-h"], ["--help"]):
+            return inner[arguments[0]](*_named(arguments[0], arguments[1:]))
         tyro.extras.subcommand_cli_from_dict(
             {
                 "list": list_experiments,
@@ -244,4 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     except LabError as error:
         print(f"neurocoder: {error}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 3
     return 0

@@ -8,32 +8,47 @@ from pathlib import Path
 from jinja2 import Environment
 
 from neurocoder_lab import claims, experiments, results
+from neurocoder_lab.results import Runs
 from neurocoder_lab.run import source
-from neurocoder_lab.store import LabError, make_folder, replacing
+from neurocoder_lab.store import make_folder, replacing
+from neurocoder_lab.task import Experiment
 
 VERDICTS = ("holds", "contradicted", "inconclusive", "budget-too-short", "not-run")
 
 
+def _of_one_budget(runs: Runs) -> Runs:
+    """Those of the budget with the most runs; of equals, the longest."""
+    return max((runs.where(budget=budget) for budget in claims.BUDGETS), key=len)
+
+
+def _axes(experiment: Experiment, runs: Runs) -> str:
+    """The options that restrict a sweep to what was run."""
+    words = ""
+    for name, values in experiment.axes.items():
+        ran = [value for value in values if runs.where(**{name: value})]
+        words += f" --{name} {' '.join(ran)}" if len(ran) < len(values) else ""
+    return words
+
+
 def write(folder: Path, out: Path) -> Path:
     """Render the results in the folder; returns the page."""
-    if not folder.is_dir():
-        raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
     judged = claims.judge(folder)
     shown = []
     for experiment in experiments.every():
-        runs = results.load(folder, experiment.name)
+        runs = _of_one_budget(results.load(folder, experiment.name))
         if not runs:
             continue
-        budgets = sorted({run["config"]["budget"] for run in runs})
+        budget = runs[0]["config"]["budget"]
         seeds = len({run["config"]["seed"] for run in runs})
         hours = sum(run["seconds"] for run in runs) / 3600
         commits = sorted({run["environment"]["commit"] + ("+" if run["environment"]["dirty"] else "") for run in runs})
         shown.append(
             {
                 "experiment": experiment,
-                "about": f"{len(runs)} runs, {seeds} seeds, budget {', '.join(budgets)}, {hours:.1f} core hours, "
+                "about": f"{len(runs)} runs, {seeds} seeds, budget {budget}, {hours:.1f} core hours, "
                 f"commit {', '.join(commits)}, torch {runs[0]['environment']['versions']['torch']}",
-                "command": f"neurocoder sweep {experiment.name} --budget {budgets[0]} --seeds {seeds}",
+                "command": f"neurocoder sweep {experiment.name} --budget {budget} --seeds {seeds}"
+                + _axes(experiment, runs),
                 "tables": experiment.tables(runs),
                 "figures": experiment.figures(runs),
                 "claims": [claim for claim in judged if claim.experiment == experiment.name],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from neurocoder_lab.store import LabError, make_folder, read_json, write_json
-from neurocoder_lab.task import Experiment
+from neurocoder_lab.task import Experiment, as_dict
 
 FORMAT = 1
 
@@ -46,17 +47,28 @@ def spread(values: list[float], digits: int = 4) -> str:
 
 
 def distil(experiment: Experiment, runs: Path, results: Path) -> Path:
-    """Write what every finished run of the experiment found to results/<experiment>.json; returns the file."""
+    """Write what every finished run of the experiment found to results/<experiment>.json; returns the file.
+
+    Runs with settings of their own, such as another learning rate, are left out: they may not be compared.
+    """
     found = []
     for file in sorted((runs / experiment.name).glob("*/seed-*/result.json")):
         folder = file.parent
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        try:
+            config = experiment.config(**read_json(folder / "config.json")["config"])
+            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            final = read_json(file)
+        except (LabError, TypeError, KeyError, OSError, ValueError) as error:
+            print(f"left out {folder}: {error}", file=sys.stderr)
+            continue
+        if not experiment.standard(config):
+            continue
         curve = {name: [round_(row[name]) for row in rows] for name in rows[0]} if rows else {}
         found.append(
             {
-                "config": read_json(folder / "config.json")["config"],
-                "final": read_json(file)["final"],
-                "seconds": read_json(file)["seconds"],
+                "config": as_dict(config),
+                "final": final["final"],
+                "seconds": final["seconds"],
                 "curve": curve,
                 "environment": read_json(folder / "environment.json"),
             }

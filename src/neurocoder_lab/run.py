@@ -8,6 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,27 +30,34 @@ from torch import Tensor
 
 import neurocoder as nc
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.store import LabError, load_checkpoint, locked, make_folder, read_json, save_checkpoint, write_json
+from neurocoder_lab.store import (
+    LabError,
+    Stopped,
+    load_checkpoint,
+    locked,
+    make_folder,
+    read_json,
+    save_checkpoint,
+    write_json,
+)
 from neurocoder_lab.task import Config, Experiment, Task, as_dict
 
 CONFIG_FORMAT = 1
 Precision = Literal["no", "bf16", "fp16"]
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and has written a checkpoint."""
-
-
 def folder_of(experiment: Experiment, config: Config, runs: Path) -> Path:
     return runs / experiment.name / experiment.label(config) / f"seed-{config.seed}"
 
 
-def finished(experiment: Experiment, config: Config, runs: Path) -> dict[str, Any] | None:
+def finished(
+    experiment: Experiment, config: Config, runs: Path, engine: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
     """The result of a run that has ended, if its folder has that of this very config."""
     folder = folder_of(experiment, config, runs)
     if not (folder / "result.json").is_file():
         return None
-    _check_config(experiment, experiment.resolve(config), folder)
+    _check_config(experiment, experiment.resolve(config), folder, engine)
     return read_json(folder / "result.json")
 
 
@@ -63,6 +72,8 @@ def execute(
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Run an experiment, or go on with it, and return its result."""
+    if threads < 1:
+        raise LabError(f"threads must be at least 1, got {threads}")
     torch.set_num_threads(threads)
     config = experiment.resolve(config)
     folder = folder_of(experiment, config, runs)
@@ -71,21 +82,25 @@ def execute(
     if first:
         make_folder(folder)
     accelerator.wait_for_everyone()
+    engine = {"precision": precision, "threads": threads, "processes": accelerator.num_processes}
     with locked(folder) if first else nullcontext():
-        result = finished(experiment, config, runs)
+        result = finished(experiment, config, runs, engine)
         if result is not None:
             return result
-        if first:
-            _write_config(experiment, config, folder, precision)
+        if first and not (folder / "config.json").is_file():
+            content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
+            write_json(folder / "config.json", content | {"engine": engine})
+        accelerator.wait_for_everyone()
+        _check_config(experiment, config, folder, engine)
         set_seed(config.seed)
         task = experiment.start(config)
         task.attach(accelerator)
         run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
         run.resume()
         if first:
-            write_json(folder / "environment.json", environment(accelerator, threads, precision, task.fingerprint))
+            _note_environment(folder, environment(accelerator, engine, task.fingerprint))
         title = f"{experiment.name} {experiment.label(config)} seed {config.seed}"
-        with _stopping() as asked, Progress(title, task.steps, run.step, quiet or not first) as progress:
+        with stopping() as asked, Progress(title, task.steps, run.step, quiet or not first) as progress:
             result = run.train(asked, progress)
         return result
 
@@ -114,7 +129,7 @@ class _Run:
                 if self.step % task.evaluate_every == 0 or self.step == task.steps:
                     latest = self._measure(metrics)
                 progress.show(self.step, latest)
-                if asked() and self.step < task.steps:
+                if self._agreed(asked) and self.step < task.steps:
                     self.checkpoint(metrics)
                     raise Stopped(f"stopped at step {self.step} of {task.steps}; the same command goes on from there")
                 if self.first and time.monotonic() - saved > self.seconds:
@@ -122,6 +137,16 @@ class _Run:
                     saved = time.monotonic()
             self.checkpoint(metrics)  # a kill while concluding costs the conclusion alone
         return self._conclude(latest or self._last())
+
+    def _agreed(self, asked: Callable[[], bool]) -> bool:
+        """Whether to stop now: several processes stop after the same step, so they ask each other, now and then."""
+        accelerator = self.task.accelerator
+        if accelerator.num_processes == 1:
+            return asked()
+        if self.step % self.task.evaluate_every:
+            return False
+        flag = torch.tensor(float(asked()), device=accelerator.device)
+        return bool(torch.as_tensor(accelerator.reduce(flag, "sum")) > 0)
 
     def _measure(self, metrics: Any) -> dict[str, float]:
         """Log what was averaged since the last time, and an evaluation."""
@@ -132,16 +157,19 @@ class _Run:
             means = task.accelerator.reduce(means, "mean")
         self.sums, self.count = {}, 0
         row: dict[str, float] = dict(zip(names, means.tolist(), strict=True))
-        bad = [name for name, value in row.items() if value != value]
-        if bad:
-            raise LabError(f"{', '.join(bad)} is not a number after step {self.step}: lower the learning rate")
         task.network.eval()
         with torch.no_grad():
             row |= task.evaluate()
         task.network.train()
+        bad = [name for name, value in row.items() if not isfinite(value)]
+        if bad:
+            raise LabError(f"{', '.join(bad)} is not finite after step {self.step}: lower the learning rate")
         if self.first:
-            metrics.write(json.dumps({"step": self.step} | row) + "\n")
-            metrics.flush()
+            try:
+                metrics.write(json.dumps({"step": self.step} | row) + "\n")
+                metrics.flush()
+            except OSError as error:
+                raise LabError(f"{self.folder}/metrics.jsonl cannot be written: {error.strerror}") from None
         return row
 
     def _last(self) -> dict[str, float]:
@@ -166,6 +194,7 @@ class _Run:
         if not self.first:
             return
         metrics.flush()
+        os.fsync(metrics.fileno())  # a checkpoint counts on what was logged before it
         task = self.task
         model = task.accelerator.unwrap_model(task.network)
         tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -188,13 +217,14 @@ class _Run:
             "count": self.count,
             "metrics": metrics.tell(),
             "seconds": self.spent + time.monotonic() - self.started,
+            "scaler": None if task.accelerator.scaler is None else task.accelerator.scaler.state_dict(),
         }
         save_checkpoint(self.folder / "checkpoints", self.step, tensors, about)
 
     def resume(self) -> None:
         """Go back to the newest whole checkpoint; metrics logged after it are logged again."""
-        found = load_checkpoint(self.folder / "checkpoints", self.say)
         log = self.folder / "metrics.jsonl"
+        found = load_checkpoint(self.folder / "checkpoints", log.stat().st_size if log.exists() else 0, self.say)
         if found is None:
             log.unlink(missing_ok=True) if self.first else None
             return
@@ -216,6 +246,8 @@ class _Run:
         torch.set_rng_state(parts["random"]["torch"])
         if "cuda" in parts["random"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(parts["random"]["cuda"])
+        if about["scaler"] is not None and task.accelerator.scaler is not None:
+            task.accelerator.scaler.load_state_dict(about["scaler"])
         kind, words, gauss = about["random"]
         random.setstate((kind, tuple(words), gauss))
         if self.first:
@@ -225,7 +257,7 @@ class _Run:
 
 
 @contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
+def stopping() -> Iterator[Callable[[], bool]]:
     """Whether SIGTERM or ctrl-C has asked to stop; a second ctrl-C stops at once."""
     asked: list[int] = []
 
@@ -245,29 +277,33 @@ def _stopping() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _write_config(experiment: Experiment, config: Config, folder: Path, precision: str) -> None:
-    if (folder / "config.json").is_file():
-        _check_config(experiment, config, folder)
-        return
-    content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
-    write_json(folder / "config.json", content)
-
-
-def _check_config(experiment: Experiment, config: Config, folder: Path) -> None:
-    """Raise unless the folder is that of this config."""
+def _check_config(experiment: Experiment, config: Config, folder: Path, engine: dict[str, Any] | None) -> None:
+    """Raise unless the folder is that of this config, run in this way."""
     stored = read_json(folder / "config.json")
     known = {field.name for field in fields(config)}
     theirs = stored.get("config", {}) if isinstance(stored, dict) else {}
     if not theirs or stored.get("format") != CONFIG_FORMAT or theirs.keys() != known:
         odd = ", ".join(sorted(theirs.keys() ^ known)) or "its format"
         raise LabError(f"{folder}/config.json is from another version (it differs in {odd}): use another --runs folder")
-    ours = json.loads(json.dumps(as_dict(config)))
-    differing = [f"{name} {theirs[name]!r}, now {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+    ours = json.loads(json.dumps(as_dict(config))) | (engine or {})
+    theirs = theirs | stored.get("engine", {})
+    differing = [
+        f"{name} {theirs.get(name)!r}, now {value!r}" for name, value in ours.items() if value != theirs.get(name)
+    ]
     if differing:
         raise LabError(f"{folder} holds a run of another config ({'; '.join(differing)}): use another --runs folder")
 
 
-def environment(accelerator: Accelerator, threads: int, precision: str, fingerprint: str) -> dict[str, Any]:
+def _note_environment(folder: Path, now: dict[str, Any]) -> None:
+    """Keep where a run began, and where else it went on."""
+    file = folder / "environment.json"
+    known = read_json(file) if file.is_file() else now | {"later": []}
+    if any(known.get(name) != value for name, value in now.items()) and now not in known["later"]:
+        known["later"].append(now)
+    write_json(file, known)
+
+
+def environment(accelerator: Accelerator, engine: dict[str, Any], fingerprint: str) -> dict[str, Any]:
     """Where a number came from."""
     return {
         **source(),
@@ -276,9 +312,7 @@ def environment(accelerator: Accelerator, threads: int, precision: str, fingerpr
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": str(accelerator.device),
-        "processes": accelerator.num_processes,
-        "threads": threads,
-        "precision": precision,
+        **engine,
         "data": fingerprint,
     }
 

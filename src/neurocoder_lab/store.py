@@ -25,6 +25,10 @@ class LabError(Exception):
     """Something the user can mend; shown without a traceback."""
 
 
+class Stopped(Exception):
+    """The run was asked to stop, and has written a checkpoint."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place if the block succeeds; else nothing is left behind."""
@@ -40,8 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
             text = f"no space left while writing {path}; what was there before is whole: free some and go on"
             raise LabError(text) from None
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            text = f"{path.parent} cannot be written to: {error.strerror}; choose another folder with --runs"
-            raise LabError(text) from None
+            raise LabError(f"{path.parent} cannot be written to: {error.strerror}; choose another folder") from None
         raise
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -50,7 +53,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Any) -> None:
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -116,8 +119,13 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], about: 
         old.unlink()
 
 
-def load_checkpoint(folder: Path, say: Any = print) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest whole checkpoint, saying which broken ones were passed over; None if there is none."""
+def load_checkpoint(folder: Path, logged: int, say: Any = print) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The newest whole checkpoint whose `logged` bytes of metrics are there; None if there is none.
+
+    Broken ones are put aside, which is said, and what a killed process left half written is removed.
+    """
+    for left in folder.glob(".step-*"):
+        left.unlink()
     for path in _checkpoints(folder):
         try:
             with safe_open(path, framework="pt") as file:
@@ -129,9 +137,12 @@ def load_checkpoint(folder: Path, say: Any = print) -> tuple[dict[str, Tensor], 
                 )
             if header["digest"] != _digest(tensors):
                 raise ValueError("its contents have changed since")
+            if header["metrics"] > logged:
+                raise ValueError("the metrics logged before it are gone")
             return tensors, header
         except (SafetensorError, ValueError, KeyError, OSError) as error:
-            say(f"{path.name} is corrupt ({error}): going on from the one before it")
+            path.rename(path.with_name(f"corrupt-{path.name}"))
+            say(f"{path.name} is corrupt ({error}): going back to the one before it, or to the start")
     return None
 
 

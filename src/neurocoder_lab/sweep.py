@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from neurocoder_lab import experiments
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.run import execute, finished, folder_of
-from neurocoder_lab.store import LabError, make_folder
+from neurocoder_lab.run import execute, finished, folder_of, stopping
+from neurocoder_lab.store import LabError, Stopped, make_folder, replacing
 from neurocoder_lab.task import Config, Experiment
 
 ATTEMPTS = 3  # of a run whose process or node died
@@ -52,8 +55,12 @@ def sweep(
     """Run what is not finished yet; one outcome a config, in their order."""
     make_folder(runs)
     runs = runs.resolve()
-    todo = [config for config in configs if finished(experiment, config, runs) is None]
-    outcomes = {config: Outcome(config) for config in configs}
+    outcomes, todo = {config: Outcome(config) for config in configs}, []
+    for config in configs:
+        try:
+            todo += [config] if finished(experiment, config, runs) is None else []
+        except LabError as error:
+            outcomes[config] = Outcome(config, str(error))
     go = _on_ray(cluster) if cluster else _on_processes(workers)
     jobs = [(experiment.name, config, runs, checkpoint_seconds) for config in todo]
     with Progress(f"{experiment.name} sweep", len(configs), len(configs) - len(todo)) as progress:
@@ -73,32 +80,54 @@ def _one(job: Job) -> str | None:
         execute(experiments.get(name), config, runs, checkpoint_seconds=seconds, quiet=True)
     except LabError as error:
         return str(error)
+    except Stopped:
+        raise
     except Exception:
         return traceback.format_exc()
     return None
 
 
+def _child(job: Job, answer: Connection) -> None:
+    """A process of its own for one job; it ends with its parent, however that dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    with suppress(Stopped):  # without an answer it counts as dead, and is started again or left for the next sweep
+        answer.send_bytes((_one(job) or "").encode())
+
+
 def _on_processes(workers: int) -> Callable[[list[Job]], Iterator[tuple[Job, str | None]]]:
     if workers < 1:
         raise LabError(f"--workers must be at least 1, got {workers}")
+    spawn = multiprocessing.get_context("spawn")
 
     def go(jobs: list[Job]) -> Iterator[tuple[Job, str | None]]:
-        """A dead process breaks its pool: what it had not finished goes to the next one, and resumes."""
-        left = dict.fromkeys(range(len(jobs)), ATTEMPTS)
-        while left:
-            with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-                futures: dict[Future, int] = {pool.submit(_one, jobs[i]): i for i in left}
-                for future in as_completed(futures):
-                    place = futures[future]
+        """A run whose process dies is started again, and resumes."""
+        waiting, running = [(job, ATTEMPTS) for job in jobs], {}
+        with stopping() as asked:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    job, left = waiting.pop(0)
+                    receiver, sender = spawn.Pipe(duplex=False)
+                    process = spawn.Process(target=_child, args=(job, sender))
+                    process.start()
+                    sender.close()
+                    running[process.sentinel] = (process, receiver, job, left - 1)
+                for sentinel in wait([*running], timeout=0.5):
+                    process, receiver, job, left = running.pop(sentinel)
+                    process.join()
                     try:
-                        error = future.result()
-                    except BrokenProcessPool:
-                        left[place] -= 1
-                        if left[place]:
-                            continue
-                        error = f"its process died {ATTEMPTS} times, perhaps for want of memory"
-                    del left[place]
-                    yield jobs[place], error
+                        yield job, receiver.recv_bytes().decode() or None
+                    except EOFError:
+                        if left and not asked():
+                            waiting.insert(0, (job, left))
+                        elif not asked():
+                            yield job, f"its process died {ATTEMPTS} times, perhaps for want of memory"
+                if asked():
+                    for process, *_ in running.values():
+                        process.terminate()
+                    for process, *_ in running.values():
+                        process.join()
+                    raise Stopped("the sweep was stopped; the same command goes on")
 
     return go
 
@@ -119,9 +148,12 @@ def _on_ray(address: str) -> Callable[[list[Job]], Iterator[tuple[Job, str | Non
     def go(jobs: list[Job]) -> Iterator[tuple[Job, str | None]]:
         ours = not ray.is_initialized()
         if ours:
-            ray.init(address=None if address == "local" else address, log_to_driver=False, include_dashboard=False)
+            try:
+                ray.init(address=address, log_to_driver=False, include_dashboard=False)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise LabError(f"no Ray cluster at {address!r}: {error}") from None
         try:
-            task = ray.remote(num_cpus=1, max_retries=ATTEMPTS, retry_exceptions=False)(remote)
+            task = ray.remote(num_cpus=1, max_retries=ATTEMPTS, retry_exceptions=[Stopped])(remote)
             waiting = {task.remote(job): job for job in jobs}
             while waiting:
                 ready, _ = ray.wait([*waiting], num_returns=1)
@@ -142,6 +174,6 @@ def _on_ray(address: str) -> Callable[[list[Job]], Iterator[tuple[Job, str | Non
 def _bring(job: Job, files: dict[str, str]) -> None:
     folder = folder_of(experiments.get(job[0]), job[1], job[2])
     make_folder(folder)
-    for name, text in files.items():
-        if not (folder / name).is_file():
-            (folder / name).write_text(text)
+    for name, text in files.items():  # the result last: where it is, all is
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text)

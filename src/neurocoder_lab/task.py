@@ -12,6 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from neurocoder_lab.store import LabError
+
 Budget = Literal["smoke", "desk", "paper"]
 
 
@@ -23,6 +25,10 @@ class Config:
     """Fixes everything: data, their order, initial weights."""
     budget: Budget = "desk"
     """smoke: seconds; desk: what two CPU cores finish, and what we publish; paper: as published."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise LabError(f"seed must not be negative, got {self.seed}")
 
 
 class Task:
@@ -110,14 +116,22 @@ class Experiment:
 
     def label(self, config: Config) -> str:
         """The name of a run's folder: its place on the axes, its budget, and what differs from that."""
-        plain = self.resolve(self.config(budget=config.budget, **{name: getattr(config, name) for name in self.axes}))
-        full = self.resolve(config)
+        plain, full = self.resolve(self._plain(config)), self.resolve(config)
         parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
         for field in fields(full):
             value = getattr(full, field.name)
             if field.name != "seed" and value != getattr(plain, field.name):
                 parts.append(f"{field.name}-{value}")
         return re.sub(r"[^\w.+-]", "_", ".".join(parts))
+
+    def standard(self, config: Config) -> bool:
+        """Whether the config is what its budget says for its place on the axes: what may be compared and published."""
+        return self.resolve(config) == self.resolve(self._plain(config))
+
+    def _plain(self, config: Config) -> Config:
+        return self.config(
+            seed=config.seed, budget=config.budget, **{name: getattr(config, name) for name in self.axes}
+        )
 
 
 def as_dict(config: Config) -> dict[str, Any]:

@@ -37,19 +37,17 @@ def test_every_claim_has_a_rule_and_every_rule_a_claim():
     ("errors", "more", "verdict"),
     [
         (RIVALS | BETTER, {}, "holds"),
-        (RIVALS | {model: [0.5, 0.51, 0.5] for model in BETTER}, {}, "budget-too-short"),
+        (RIVALS | {model: [0.45, 0.451, 0.45] for model in BETTER}, {"variance": 0.3}, "budget-too-short"),
         (RIVALS | {model: [0.45, 0.46, 0.45] for model in BETTER}, {}, "contradicted"),
         (RIVALS | {model: [0.1, 0.5, 0.3] for model in BETTER}, {}, "inconclusive"),
         (RIVALS | {model: values[:2] for model, values in BETTER.items()}, {}, "inconclusive"),
         (RIVALS | BETTER, {"budget": "smoke"}, "budget-too-short"),
-        (RIVALS | BETTER, {"variance": 0.1}, "budget-too-short"),
+        (RIVALS | BETTER, {"variance": 0.05}, "budget-too-short"),
         ({"linear": [0.3] * 3}, {}, "not-run"),
         (RIVALS | BETTER, {"setting": "noise"}, "not-run"),
     ],
 )
 def test_verdicts(tmp_path, errors, more, verdict):
-    if verdict == "budget-too-short" and not more:
-        more = {"variance": 0.5}
     judged = made_up(tmp_path, errors, **more)["nc-poly-plain"]
     assert judged.verdict == verdict
     if verdict == "holds":
@@ -66,7 +64,18 @@ def test_a_correction_for_many_comparisons():
 def test_convergence_and_boundaries(tmp_path):
     found = made_up(tmp_path, RIVALS | BETTER, boundary_ratio=2.0)
     assert found["nc-poly-speed"].verdict == "budget-too-short"
-    assert found["nc-poly-boundaries"].verdict == "inconclusive"
+    assert found["nc-poly-boundaries"].n == 3
+    assert "multi-step 2 ± 0 (3), single-step 2 ± 0 (3)" in found["nc-poly-boundaries"].ours
+
+
+def test_a_few_runs_of_a_longer_budget_do_not_hide_the_others(tmp_path):
+    made_up(tmp_path, RIVALS | BETTER)
+    file = tmp_path / "polynomial.json"
+    content = json.loads(file.read_text())
+    longer = content["runs"][0] | {"config": content["runs"][0]["config"] | {"budget": "paper"}}
+    file.write_text(json.dumps(content | {"runs": [*content["runs"], longer]}))
+    judged = {claim.id: claim for claim in claims.judge(tmp_path)}["nc-poly-plain"]
+    assert (judged.verdict, judged.budget) == ("holds", "desk")
 
 
 def test_the_command_prints_every_claim(tmp_path, capsys):

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from neurocoder_lab import run, store
-from neurocoder_lab.run import Stopped, execute, folder_of
-from neurocoder_lab.store import LabError
+from neurocoder_lab.run import execute, folder_of
+from neurocoder_lab.store import LabError, Stopped
 from tests.lab.toy import EXPERIMENT, Toy, ToyTask
 
 PAUSE = 0.02  # so that a run lasts long enough to be killed
@@ -111,8 +111,39 @@ def test_a_corrupt_checkpoint_gives_way_to_the_one_before_it(tmp_path, monkeypat
     execute(EXPERIMENT, Toy(pause=PAUSE), tmp_path)
     said = capsys.readouterr().err
     assert f"{newest.name} is corrupt" in said
-    assert f"going on from step {int(older.stem[5:])}" in said
+    assert f"going on from step {int(older.stem[5:])} of" in said
     same(read(tmp_path), whole)
+
+
+def test_without_a_whole_checkpoint_it_starts_again_and_keeps_the_new_ones(tmp_path, monkeypatch, capsys, whole):
+    folder = interrupted(tmp_path, monkeypatch)
+    for path in (folder / "checkpoints").glob("step-*"):
+        path.write_bytes(b"not a checkpoint")
+    (folder / "checkpoints" / ".step-000000099.safetensors.1").write_text("left by a killed process")
+    execute(EXPERIMENT, Toy(pause=PAUSE), tmp_path, checkpoint_seconds=0)
+    assert capsys.readouterr().err.count("going back to the one before it, or to the start") == 2
+    assert len([*(folder / "checkpoints").glob("step-*")]) == 2
+    assert not [*(folder / "checkpoints").glob(".*")]
+    same(read(tmp_path), whole)
+
+
+def test_a_lost_log_makes_a_checkpoint_useless(tmp_path, monkeypatch, capsys, whole):
+    folder = interrupted(tmp_path, monkeypatch)
+    (folder / "metrics.jsonl").write_text("")
+    execute(EXPERIMENT, Toy(pause=PAUSE), tmp_path)
+    assert "the metrics logged before it are gone" in capsys.readouterr().err
+    same(read(tmp_path), whole)
+
+
+def test_another_way_to_run_is_another_run(tmp_path):
+    execute(EXPERIMENT, Toy(iterations=3), tmp_path, quiet=True)
+    with pytest.raises(LabError, match="threads 1, now 2"):
+        execute(EXPERIMENT, Toy(iterations=3), tmp_path, threads=2)
+    torch.set_num_threads(1)
+    with pytest.raises(LabError, match="threads must be at least 1"):
+        execute(EXPERIMENT, Toy(iterations=3), tmp_path, threads=0)
+    with pytest.raises(LabError, match="seed must not be negative"):
+        Toy(seed=-1)
 
 
 def test_a_second_process_in_the_folder_is_refused(tmp_path):
@@ -154,7 +185,7 @@ def test_a_disk_that_is_really_full(tmp_path):
         left = [*folder_of(EXPERIMENT, Toy(), disk).glob("checkpoints/*")]
         assert all(path.name.startswith("step-") for path in left)
         for path in left:
-            assert store.load_checkpoint(path.parent) is not None
+            assert store.load_checkpoint(path.parent, 10**9) is not None
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -204,7 +235,7 @@ def test_one_seed_fixes_everything(tmp_path):
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyTask, "step", lambda self, index: {"loss": torch.tensor(float("nan"))})
-    with pytest.raises(LabError, match="loss is not a number after step 7: lower the learning rate"):
+    with pytest.raises(LabError, match="loss is not finite after step 7: lower the learning rate"):
         execute(EXPERIMENT, Toy(), tmp_path, quiet=True)
 
 

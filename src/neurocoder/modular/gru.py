@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes
 from neurocoder.dispatch import Dispatch
+from neurocoder.functional import autocasting
 from neurocoder.modular.layers import Linear
 
 
@@ -62,9 +61,13 @@ class GRU(nn.Module):
         )
 
     def forward(self, x: Tensor, h_0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        order = "batch, steps" if self.batch_first else "steps, batch"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"nc.modular.GRU takes a tensor ({order}, {self.input_size}), got {type(x).__name__}")
         if x.dim() != 3 or x.shape[-1] != self.input_size:
-            order: Literal["batch, steps", "steps, batch"] = "batch, steps" if self.batch_first else "steps, batch"
             raise ValueError(f"expected x of shape ({order}, {self.input_size}), got {tuple(x.shape)}")
+        if x.dtype != self.gates.weight.dtype and not autocasting(x):
+            raise TypeError(f"this layer is {self.gates.weight.dtype}, got x of {x.dtype}: convert one of them")
         x_TBI = x.transpose(0, 1) if self.batch_first else x
         steps, batch, _ = x_TBI.shape
         if not steps:
@@ -82,7 +85,7 @@ class GRU(nn.Module):
             update_BH, reset_BH = (gates_B2H + F.linear(h_BH, weight_H)).sigmoid().tensor_split(2, -1)
             control = torch.cat((h_BH, x_BI), -1)
             candidate_BH = F.relu(self.candidate(torch.cat((reset_BH * h_BH, x_BI), -1), control=control))
-            h_BH = torch.lerp(h_BH, candidate_BH.to(h_BH.dtype), update_BH)
+            h_BH = torch.lerp(h_BH, candidate_BH.to(h_BH.dtype), update_BH.to(h_BH.dtype))
             states.append(h_BH)
         output = torch.stack(states, 1 if self.batch_first else 0)
         return output, h_BH[None]

@@ -107,8 +107,9 @@ def _check_pool(pool: nn.ModuleList, modules: int, module: nn.Module) -> None:
         raise TypeError(f"pool is that of another modular layer, an nn.ModuleList; got {type(pool).__name__}")
     if len(pool) != modules:
         raise ValueError(f"the given pool has {len(pool)} modules, not {modules}")
-    if str(pool[0]) != str(module) or next(pool.parameters()).dtype != next(module.parameters()).dtype:
-        raise ValueError(f"the given pool holds {pool[0]}; this layer needs {module} of its own type")
+    for other in pool:
+        if str(other) != str(module) or next(other.parameters()).dtype != next(module.parameters()).dtype:
+            raise ValueError(f"the given pool holds {other}; this layer needs {module} of its own type")
 
 
 class Linear(Modular):
@@ -260,13 +261,13 @@ class Conv2d(Modular):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x, -3, self.in_channels)
-        if x.dim() == 3:
-            return self(x[None])[0]
-        if x.dim() != 4:
+        if x.dim() not in (3, 4):
             raise ValueError(f"expected (batch, {self.in_channels}, height, width), got {tuple(x.shape)}")
+        images = x if x.dim() == 4 else x[None]
         if self.input_size is not None and x.shape[-2:] != self.input_size:
             raise ValueError(f"built for images of {self.input_size}, got {tuple(x.shape[-2:])}")
-        return self._execute(x, *self._choose(self.controller(x)))
+        y = self._execute(images, *self._choose(self.controller(images)))
+        return y if x.dim() == 4 else y[0]
 
 
 Linear.convolution = Conv2d

@@ -86,7 +86,7 @@ class Given(Route):
                 f"this forward makes other choices than the {self._path.shape[1]} that are stored for a data point: "
                 "the model, or the length of its input, has changed"
             )
-        chosen = self._path[:, self._next : self._next + count].reshape(*shape, 1).long()
+        chosen = self._path[:, self._next : self._next + count].to(log_p.device).reshape(*shape, 1).long()
         self._next += count
         self._note(log_p, chosen)
         return chosen, None

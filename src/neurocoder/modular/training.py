@@ -36,7 +36,7 @@ def classification(logits: Tensor, target: Tensor) -> Tensor:
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"expected labels of shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}")
     losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
-    return -losses.view(len(target), -1).sum(1)
+    return -_total(losses.view_as(target))
 
 
 def gaussian(variance: float = 1.0) -> LogLikelihood:
@@ -48,9 +48,14 @@ def gaussian(variance: float = 1.0) -> LogLikelihood:
         if output.shape != target.shape:
             raise ValueError(f"expected targets of shape {tuple(output.shape)}, got {tuple(target.shape)}")
         each = (output - target).square() / variance + log(2 * pi * variance)
-        return -0.5 * each.reshape(len(each), -1).sum(1)
+        return -0.5 * _total(each)
 
     return log_likelihood
+
+
+def _total(each: Tensor) -> Tensor:
+    """One number a data point."""
+    return each.flatten(1).sum(1) if each.dim() > 1 else each
 
 
 class Training:
@@ -75,6 +80,11 @@ class Training:
             score_B = self.log_likelihood(call(model, inputs), target)
         if score_B.dim() != 1:
             raise ValueError(f"log_likelihood must give one number a data point, got shape {tuple(score_B.shape)}")
+        if route.log_prob is not None and route.log_prob.shape != score_B.shape:
+            raise ValueError(
+                f"{len(score_B)} likelihoods for {len(route.log_prob)} data points: the first dimension of what every "
+                "modular layer sees, and of what log_likelihood gives, are the data points"
+            )
         if not route.finished():
             raise ValueError(
                 "the model made fewer choices than are stored: it, or the length of its input, has changed"
@@ -102,7 +112,7 @@ class ViterbiEM(Training):
         if size < 1 or samples < 1:
             raise ValueError(f"size and samples must be at least 1, got {size} and {samples}")
         self.size, self.samples = size, samples
-        self.choices: Tensor | None = None  # (N, T), drawn uniformly at the first batch
+        self.choices: Tensor | None = None  # (N, T) on the CPU, drawn uniformly at the first batch
         self.modules: Tensor | None = None  # (T,), how many there are to choose from
 
     @torch.no_grad()
@@ -112,53 +122,52 @@ class ViterbiEM(Training):
         The model is in evaluation mode meanwhile. In data-parallel training the processes exchange what they found.
         Returns the logarithm of Eq. 11 for each data point, after the step.
         """
-        self._prepare(inputs, index)
-        assert self.choices is not None
+        choices, modules = self._stored(inputs, index)
         model = unwrap(self.model)
         with evaluating(model):
-            best_BT = self.choices[index].long()
-            best_B = self._joint(model, inputs, target, Given(best_BT, self.modules))
+            route: Route = Given(choices[index.cpu()], modules)
+            best_B = self._joint(model, inputs, target, route)
+            best_BT = route.choices
             for _ in range(self.samples):
                 route = Sampled()
                 joint_B = self._joint(model, inputs, target, route)
-                better_B = joint_B > best_B
+                better_B = (joint_B > best_B) | best_B.isnan()
                 best_B = torch.where(better_B, joint_B, best_B)
                 best_BT = torch.where(better_B[:, None], route.choices, best_BT)
-        for places, found in _exchange(index, best_BT.to(self.choices.dtype)):
-            self.choices[places] = found
+        self.choices, self.modules = choices, modules
+        for places, found in _exchange(index.to(best_BT.device), best_BT):
+            choices[places.cpu()] = found.to(choices)
         return best_B
 
     def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
         """- mean of log p(y | x, a*) + log p(a* | x), for the M-step (Eq. 8)."""
         if index is None:
             raise ValueError("EM stores a choice for every data point: give the indices of this batch in the data set")
-        self._prepare(inputs, index)
-        assert self.choices is not None
-        return -self._joint(self.model, inputs, target, Given(self.choices[index], self.modules)).mean()
+        choices, modules = self._stored(inputs, index)
+        loss = -self._joint(self.model, inputs, target, Given(choices[index.cpu()], modules)).mean()
+        self.choices, self.modules = choices, modules
+        return loss
 
     def _joint(self, model: nn.Module, inputs: Any, target: Any, route: Route) -> Tensor:
         score_B = self._run(model, inputs, target, route)
         assert route.log_prob is not None
-        if score_B.shape != route.log_prob.shape:
-            raise ValueError(f"{len(score_B)} likelihoods for {len(route.log_prob)} data points")
         return score_B + route.log_prob
 
-    def _prepare(self, inputs: Any, index: Tensor) -> None:
-        """Check the indices; at the first batch, see which choices the model makes and draw them for all data."""
+    def _stored(self, inputs: Any, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The stored choices; before there are any, see which ones the model makes and draw them for all data."""
         if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.dim() != 1:
             raise TypeError("index must be a tensor of whole numbers (int64), one a data point")
         if len(index) and (index.min() < 0 or index.max() >= self.size):
             raise IndexError(f"index runs from {index.min()} to {index.max()}; there are {self.size} data points")
-        if self.choices is not None:
-            return
+        if self.choices is not None and self.modules is not None:
+            return self.choices, self.modules
         model = unwrap(self.model)
         route = Sampled()
         with torch.no_grad(), evaluating(model), routed(model, route), torch.random.fork_rng():
             call(model, inputs)
-        self.modules = route.modules
-        kind = torch.uint8 if int(self.modules.max()) <= 256 else torch.int32
-        drawn = (torch.rand(self.size, len(self.modules), dtype=torch.float64) * self.modules).to(kind)
-        self.choices = _same_everywhere(drawn).to(index.device)
+        kind = torch.uint8 if int(route.modules.max()) <= 256 else torch.int32
+        drawn = (torch.rand(self.size, len(route.modules), dtype=torch.float64) * route.modules).to(kind)
+        return _same_everywhere(drawn, route.choices.device), route.modules
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.choices is None or self.modules is None:
@@ -166,8 +175,7 @@ class ViterbiEM(Training):
         return {"choices": self.choices.clone(), "modules": self.modules.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if not state:
-            self.choices = self.modules = None
+        if not state and self.choices is None:
             return
         _check_state(state, {"choices", "modules"})
         choices, modules = state["choices"], state["modules"]
@@ -177,7 +185,7 @@ class ViterbiEM(Training):
             raise ValueError(f"choices are stored for {len(choices)} data points; this data set has {self.size}")
         if (choices >= modules.to(choices.device)).any() or (choices < 0).any():
             raise ValueError("a stored choice names a module that does not exist")
-        self.choices, self.modules = choices.clone(), modules.clone()
+        self.choices, self.modules = choices.cpu().clone(), modules.cpu().clone()
 
 
 class Reinforce(Training):
@@ -199,8 +207,9 @@ class Reinforce(Training):
         score_B = self._run(self.model, inputs, target, route)
         assert route.log_prob is not None
         loss = self.surrogate(score_B, route.log_prob)
-        mean = score_B.detach().mean()
-        self.average = mean if self.average is None else torch.lerp(mean, self.average, self.decay)
+        if len(score_B):
+            mean = score_B.detach().mean()
+            self.average = mean if self.average is None else torch.lerp(mean, self.average, self.decay)
         return loss
 
     def surrogate(self, score_B: Tensor, log_prob_B: Tensor) -> Tensor:
@@ -221,14 +230,14 @@ class NoisyTopK(Training):
     """Noisy top-k mixture (section 2.2): for every choice, the k modules of the largest noisy logits are mixed.
 
     Args:
-        mixed: modules in a mixture (k).
+        mixed: modules in a mixture (k); all of them where there are fewer.
         noise: standard deviation of the noise on the logits.
     """
 
     def __init__(self, model: nn.Module, log_likelihood: LogLikelihood, mixed: int = 4, noise: float = 1.0):
         super().__init__(model, log_likelihood)
-        if mixed < 1 or noise < 0:
-            raise ValueError(f"mixed must be at least 1 and noise not negative, got {mixed} and {noise}")
+        if mixed < 2 or noise < 0:  # the weight of a single module is 1: nothing would train the controller
+            raise ValueError(f"mixed must be at least 2 and noise not negative, got {mixed} and {noise}")
         self.mixed, self.noise = mixed, noise
 
     def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
@@ -241,7 +250,7 @@ def entropies(seen: Trace) -> tuple[float, float]:
     A layer's calls, and its time steps, are so many more data points.
     """
     found = [[c.probability.detach() for c in seen.calls(name) if isinstance(c, Choice)] for name in seen]
-    pairs = [selection_entropy(torch.cat([p.flatten(0, -3) for p in layer])) for layer in found if layer]
+    pairs = [selection_entropy(torch.cat([p.reshape(-1, *p.shape[-2:]) for p in layer])) for layer in found if layer]
     if not pairs:
         raise ValueError("no modular layer was called: run the model inside of `with nc.trace(model) as seen`")
     return sum(a for a, _ in pairs) / len(pairs), sum(b for _, b in pairs) / len(pairs)
@@ -257,11 +266,13 @@ def _processes() -> int:
     return torch.distributed.get_world_size() if available else 1
 
 
-def _same_everywhere(drawn: Tensor) -> Tensor:
-    """What the first process drew."""
-    if _processes() > 1:
-        torch.distributed.broadcast(drawn, 0)
-    return drawn
+def _same_everywhere(drawn: Tensor, device: torch.device) -> Tensor:
+    """What the first process drew; the devices of the model are those that can exchange it."""
+    if _processes() == 1:
+        return drawn
+    drawn = drawn.to(device)
+    torch.distributed.broadcast(drawn, 0)
+    return drawn.cpu()
 
 
 def _exchange(index: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from neurocoder.conditional import Modulation
-from neurocoder.peers.hypernet import generator
+from neurocoder.peers.hypernet import generator, reset
 from neurocoder.peers.peer import Peer
 
 
@@ -39,7 +39,11 @@ class FiLM(Peer):
         self.layers, self.hidden = layers, hidden
         self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.generator = generator(in_features, 2 * out_features, layers, hidden, device=device, dtype=dtype)
-        nn.init.ones_(self.generator[-1].bias[:out_features])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters()
+        reset(self.generator, ones=self.out_features)
 
     def options(self) -> dict[str, Any]:
         return {"layers": self.layers, "hidden": self.hidden}

@@ -15,15 +15,22 @@ from neurocoder.peers.peer import Peer
 
 
 def generator(in_features: int, out_features: int, layers: int, hidden: int, **factory: Any) -> nn.Sequential:
-    """A network of one or two layers, ReLU between, whose last weights start at zero: at first it ignores its input."""
+    """A network of one or two layers, ReLU between."""
     if layers not in (1, 2):
         raise ValueError(f"layers must be 1 or 2, got {layers}")
     check_sizes(hidden=hidden)
     inner = [nn.Linear(in_features, hidden, **factory), nn.ReLU()] if layers == 2 else []
-    last = nn.Linear(hidden if layers == 2 else in_features, out_features, **factory)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(*inner, last)
+    return nn.Sequential(*inner, nn.Linear(hidden if layers == 2 else in_features, out_features, **factory))
+
+
+def reset(network: nn.Sequential, ones: int) -> None:
+    """Start a generating network: whatever the input, its first outputs are 1 and the rest 0."""
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    nn.init.zeros_(network[-1].weight)
+    nn.init.zeros_(network[-1].bias)
+    nn.init.ones_(network[-1].bias[:ones])
 
 
 class HyperLinear(Peer):
@@ -52,7 +59,11 @@ class HyperLinear(Peer):
         self.layers, self.hidden = layers, hidden
         self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.generator = generator(in_features, in_features, layers, hidden, device=device, dtype=dtype)
-        nn.init.ones_(self.generator[-1].bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters()
+        reset(self.generator, ones=self.in_features)
 
     def options(self) -> dict[str, Any]:
         return {"layers": self.layers, "hidden": self.hidden}

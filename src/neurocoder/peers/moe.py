@@ -18,6 +18,8 @@ from neurocoder.functional import full_precision
 from neurocoder.peers.peer import Peer
 from neurocoder.trace import conditional_layers
 
+SMALLEST_NOISE = 0.01
+
 
 class Balance(NamedTuple):
     """The balance losses of one layer: squared coefficients of variation over its experts, 0 for an even load.
@@ -34,9 +36,10 @@ class Balance(NamedTuple):
 class MixtureOfExperts(Peer):
     """y = sum_i G(x)_i E_i(x), the k experts of the largest noisy gate (Eq. 1), each a linear map.
 
-    H(x)_i = (x W_g)_i + noise * softplus((x W_noise)_i), noise in training only (Eq. 4); G = softmax of the k largest
-    (Eq. 3, 5). Both maps start at zero: no preference, and some noise. With `top_k=1` every gate is 1, and only the
-    load loss trains the gates: add `nc.peers.balance`.
+    H(x)_i = (x W_g)_i + noise * (softplus((x W_noise)_i) + 0.01), noise in training only (Eq. 4; the 0.01 keeps the
+    load loss finite where the noise would vanish); G = softmax of the k largest (Eq. 3, 5). Both maps start at zero: no
+    preference, and some noise. With `top_k=1` every gate is 1, and only the load loss trains the gates: add
+    `nc.peers.balance`.
 
     Args:
         experts: linear maps to choose from.
@@ -65,9 +68,16 @@ class MixtureOfExperts(Peer):
         factory = {"device": device, "dtype": dtype}
         self.top_k, self.dispatch = top_k, dispatch
         self.experts = nn.ModuleList(nn.Linear(in_features, out_features, bias, **factory) for _ in range(experts))
-        self.gate = nn.Parameter(torch.zeros(experts, in_features, **factory))
-        self.noise = nn.Parameter(torch.zeros(experts, in_features, **factory))
+        self.gate = nn.Parameter(torch.empty(experts, in_features, **factory))
+        self.noise = nn.Parameter(torch.empty(experts, in_features, **factory))
         self._last: Balance | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for expert in self.experts:
+            expert.reset_parameters()
+        nn.init.zeros_(self.gate)
+        nn.init.zeros_(self.noise)
 
     def options(self) -> dict[str, Any]:
         return {"experts": len(self.experts), "top_k": self.top_k, "dispatch": self.dispatch}
@@ -76,7 +86,8 @@ class MixtureOfExperts(Peer):
         chosen_Yk, weight_Yk = self._gates(x_YI)
         if self._calls is not None:
             weight_YE = weight_Yk.new_zeros(len(x_YI), len(self.experts)).scatter(1, chosen_Yk, weight_Yk)
-            self._record(Mixture(weight_YE.reshape(*lead, len(self.experts))))
+            chosen = chosen_Yk.reshape(*lead, self.top_k)
+            self._record(Mixture(weight_YE.reshape(*lead, len(self.experts)), chosen))
         made_YkO = dispatching.apply(self.experts, x_YI, chosen_Yk, self.dispatch)
         if self.top_k == 1:
             return made_YkO.squeeze(1) * weight_Yk.to(made_YkO.dtype)
@@ -84,6 +95,7 @@ class MixtureOfExperts(Peer):
 
     def _gates(self, x_YI: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each row and their weights; in training, the balance losses are kept for `balance`."""
+        self._last = None
         raw = F.linear(x_YI, torch.cat((self.gate, self.noise)) if self.training else self.gate)
         with full_precision(x_YI):
             raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
@@ -91,16 +103,16 @@ class MixtureOfExperts(Peer):
                 values_Yk, chosen_Yk = raw.topk(self.top_k)
                 return chosen_Yk, values_Yk.softmax(-1)
             clean_YE, std_YE = raw.tensor_split(2, -1)
-            std_YE = F.softplus(std_YE)
+            std_YE = F.softplus(std_YE) + SMALLEST_NOISE
             noisy_YE = clean_YE + std_YE * torch.randn_like(clean_YE)
             values, chosen = noisy_YE.topk(min(self.top_k + 1, len(self.experts)))
             weight_Yk, chosen_Yk = values[:, : self.top_k].softmax(-1), chosen[:, : self.top_k]
-            if torch.is_grad_enabled() and len(raw):
-                self._last = self._balance(clean_YE, std_YE, noisy_YE, values.detach(), chosen_Yk, weight_Yk)
+            if torch.is_grad_enabled():
+                self._last = self._balance(clean_YE, std_YE, noisy_YE, values, chosen_Yk, weight_Yk)
             return chosen_Yk, weight_Yk
 
     def _balance(self, clean, std, noisy, values, chosen_Yk, weight_Yk) -> Balance:
-        importance_E = torch.zeros_like(clean[0]).index_add(0, chosen_Yk.flatten(), weight_Yk.flatten())
+        importance_E = clean.new_zeros(len(self.experts)).index_add(0, chosen_Yk.flatten(), weight_Yk.flatten())
         if self.top_k == len(self.experts):
             return Balance(_cv_squared(importance_E), torch.zeros_like(importance_E[0]))
         kth, next_one = values[:, self.top_k - 1, None], values[:, self.top_k, None]
@@ -120,9 +132,13 @@ def balance(model: nn.Module) -> dict[str, Balance]:
     """The balance losses of every mixture of experts, by name, of its last forward in training mode.
 
     loss = task_loss + 0.1 * sum(b.importance + b.load for b in nc.peers.balance(model).values())
+
+    They are taken: ask once a forward. A mixture without a forward since is left out; if none had one, it is an error.
     """
     layers = {name: layer for name, layer in conditional_layers(model) if isinstance(layer, MixtureOfExperts)}
-    missing = [name for name, layer in layers.items() if layer._last is None]
-    if missing:
-        raise ValueError(f"no forward in training mode yet: {', '.join(missing)}")
-    return {name: layer._last for name, layer in layers.items() if layer._last is not None}
+    found = {name: layer._last for name, layer in layers.items() if layer._last is not None}
+    if layers and not found:
+        raise ValueError(f"no forward in training mode since the last time: {', '.join(layers)}")
+    for layer in layers.values():
+        layer._last = None
+    return found

@@ -47,17 +47,23 @@ class StoredProgramMemory(Peer):
         self.programs = nn.ModuleList(nn.Linear(in_features, out_features, bias, **factory) for _ in range(programs))
         self.key = nn.Parameter(torch.empty(programs, key_dim, **factory))
         self.query = nn.Linear(in_features, key_dim + 1, **factory)  # the last unit is the strength
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         nn.init.normal_(self.key)
-        with torch.no_grad():
-            for parameter in self.programs.parameters():
-                parameter.mul_(sqrt(programs))
+        self.query.reset_parameters()
+        for program in self.programs:
+            program.reset_parameters()
+            with torch.no_grad():
+                for parameter in program.parameters():
+                    parameter.mul_(sqrt(len(self.programs)))
 
     def options(self) -> dict[str, Any]:
         return {"programs": len(self.key), "key_dim": self.key.shape[1]}
 
     def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
         weight_YP = self._attend(x_YI)
-        self._record(Mixture(weight_YP.reshape(*lead, len(self.key))))
+        self._record(Mixture(weight_YP.reshape(*lead, len(self.key)), None))
         weight_YP = weight_YP.to(x_YI.dtype)
         biases = [program.bias for program in self.programs if program.bias is not None]
         y_YO = weight_YP @ torch.stack(biases) if biases else x_YI.new_zeros(len(x_YI), self.out_features)

@@ -22,6 +22,7 @@ import neurocoder as nc
 from neurocoder_lab import figures
 from neurocoder_lab.networks import Recurrent
 from neurocoder_lab.results import Runs, spread
+from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Config, Experiment, Task
 
 Model = Literal["linear", "hypernet", "film", "neurocoder-single", "neurocoder-multi", "neurocoder-multi-no-usage"]
@@ -73,6 +74,13 @@ class Polynomial(Config):
     """Training steps, of 128 fresh sequences each."""
     rate: float | None = None
     """Learning rate of Adam; by default the one tuned for the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.iterations is not None and self.iterations < 1:
+            raise LabError(f"iterations must be at least 1, got {self.iterations}")
+        if self.rate is not None and not self.rate > 0:
+            raise LabError(f"rate must be positive, got {self.rate}")
 
 
 def sequences(count: int, chunks: int, noise: float, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
