@@ -25,7 +25,7 @@ from neurocoder_lab.run import execute, source
 from neurocoder_lab.store import write_json
 from neurocoder_lab.sweep import sweep
 
-STEPS, TURNS = 200, 7
+STEPS, TURNS = 150, 5
 
 
 def bare(config: Polynomial) -> float:
@@ -51,8 +51,8 @@ def bare(config: Polynomial) -> float:
     return time.perf_counter() - start
 
 
-def overhead(model: str) -> dict[str, float]:
-    config = EXPERIMENT.resolve(Polynomial(model=model, iterations=STEPS))
+def overhead() -> dict[str, float]:
+    config = EXPERIMENT.resolve(Polynomial(model="neurocoder-single", iterations=STEPS))
     times: dict[str, list[float]] = {"engine": [], "bare": []}
     for _ in range(TURNS):
         folder = Path(tempfile.mkdtemp())
@@ -66,7 +66,7 @@ def overhead(model: str) -> dict[str, float]:
 
 
 def throughput() -> dict[str, float]:
-    configs = [Polynomial(model="film", iterations=1000, seed=seed) for seed in range(8)]
+    configs = [Polynomial(model="film", iterations=100, seed=seed) for seed in range(8)]
     seconds = []
     for workers in (1, 2):
         folder = Path(tempfile.mkdtemp())
@@ -79,10 +79,10 @@ def throughput() -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {f"overhead, {model}": overhead(model) for model in ("neurocoder-single", "neurocoder-multi")}
-    found["throughput of 8 runs"] = throughput()
-    for name, numbers in found.items():
-        print(name, numbers)
+    found = {}
+    for name, part in (("overhead", overhead), ("throughput of 8 runs", throughput)):
+        found[name] = part()
+        print(name, found[name], flush=True)
     write_json(Path(__file__).parent / "results" / "engine.json", {"about": source(), "measured": found})
 
 
