@@ -5,7 +5,7 @@ RUN := .venv/bin
 
 .PHONY: demo test bench clean
 
-demo: .venv/ready  ## a small sweep of the polynomial experiment and the report of it (under three minutes)
+demo: .venv/ready  ## a small sweep of the polynomial experiment and the report of it (one minute)
 	$(RUN)/neurocoder sweep polynomial --budget smoke --seeds 1 --workers 2 --setting plain \
 		--model linear hypernet neurocoder-single neurocoder-multi --runs runs/demo
 	$(RUN)/neurocoder report --results runs/demo/results --out runs/demo/report.html
