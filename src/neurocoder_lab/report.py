@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
 from jinja2 import Environment
 
 from neurocoder_lab import claims, experiments, results
 from neurocoder_lab.results import Runs
+from neurocoder_lab.rules import Verdict
 from neurocoder_lab.run import source
 from neurocoder_lab.store import make_folder, replacing
 from neurocoder_lab.task import Experiment
-
-VERDICTS = ("holds", "contradicted", "inconclusive", "budget-too-short", "not-run")
 
 
 def _of_one_budget(runs: Runs) -> Runs:
@@ -54,7 +54,7 @@ def write(folder: Path, out: Path) -> Path:
                 "claims": [claim for claim in judged if claim.experiment == experiment.name],
             }
         )
-    counts = [(verdict, sum(claim.verdict == verdict for claim in judged)) for verdict in VERDICTS]
+    counts = [(verdict, sum(claim.verdict == verdict for claim in judged)) for verdict in get_args(Verdict)]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         (files("neurocoder_lab") / "report.html.jinja").read_text()
     )

@@ -226,7 +226,8 @@ class _Run:
         log = self.folder / "metrics.jsonl"
         found = load_checkpoint(self.folder / "checkpoints", log.stat().st_size if log.exists() else 0, self.say)
         if found is None:
-            log.unlink(missing_ok=True) if self.first else None
+            if self.first:
+                log.unlink(missing_ok=True)
             return
         tensors, about = found
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimiser": {}, "extra": {}, "sums": {}, "random": {}}

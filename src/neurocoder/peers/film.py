@@ -5,16 +5,13 @@ Shapes: Y rows, I in, O out.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from neurocoder.conditional import Modulation
-from neurocoder.peers.hypernet import generator, reset
-from neurocoder.peers.peer import Peer
+from neurocoder.peers.modulated import Modulated
 
 
-class FiLM(Peer):
+class FiLM(Modulated):
     """y = gamma(x) * (x W + b) + beta(x): a network of the input modulates what the wrapped linear layer makes of it.
 
     gamma starts at 1 and beta at 0.
@@ -35,18 +32,17 @@ class FiLM(Peer):
         device=None,
         dtype=None,
     ):
-        super().__init__(in_features, out_features)
-        self.layers, self.hidden = layers, hidden
-        self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.generator = generator(in_features, 2 * out_features, layers, hidden, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.linear.reset_parameters()
-        reset(self.generator, ones=self.out_features)
-
-    def options(self) -> dict[str, Any]:
-        return {"layers": self.layers, "hidden": self.hidden}
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            layers=layers,
+            hidden=hidden,
+            scales=out_features,
+            shifts=out_features,
+            device=device,
+            dtype=dtype,
+        )
 
     def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
         scale_YO, shift_YO = self.generator(x_YI).tensor_split(2, -1)
