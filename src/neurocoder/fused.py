@@ -12,6 +12,7 @@ slots first: (J, P, M, H, N), in the letters of `neurocoder.functional`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,12 @@ def compose_rows(
 
     The signal is the queries (M, K, R, N) or, with recurrent weights (4U, U), that of the LSTM whose states they are.
     """
-    by_hand = all(getattr(rules, name) == getattr(_PAPER, name) for name in _RULES)
+    if gate is None and recurrent is None and rules.order == "ascending" and not torch.compiler.is_compiling():
+        paper = replace(rules, order="descending")  # the same sum, with the components in the opposite order
+        part, sigma = compose_rows(signal.flip(2), None, key_MPK, None, read_PN, values_P, setting, paper)
+        return part, sigma.flip(0)
+    matters = _RULES if gate is not None else ("order",)
+    by_hand = all(getattr(rules, name) == getattr(_PAPER, name) for name in matters)
     if not by_hand or torch.compiler.is_compiling():
         return _plain(signal, key_MPK, read_PN, values_P, gate, recurrent, setting=setting, rules=rules)
     block = max(_BLOCK // (3 * len(values_P) * setting.heads), 1)

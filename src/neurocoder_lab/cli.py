@@ -83,8 +83,8 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
     axes: list[Any] = [
         (
             name,
-            Annotated[tuple[Literal[values], ...], tyro.conf.arg(help="Which of them; all by default.")],
-            field(default=values),
+            Annotated[tuple[Literal[values], ...], tyro.conf.arg(help="Which of them.")],
+            field(default=experiment.main.get(name, values)),
         )
         for name, values in experiment.axes.items()
     ]

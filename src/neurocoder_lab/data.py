@@ -46,23 +46,23 @@ def images(name: str) -> Images:
 
 
 def _split(name: str, split: str) -> tuple[tuple[Tensor, Tensor], str]:
-    cache = _cache() / f"{name}-{split}.safetensors"
+    kept = cache() / f"{name}-{split}.safetensors"
     source = _local(name, split)
     stamp = f"{source.stat().st_size}-{source.stat().st_mtime_ns}" if source else "hub"
-    if cache.is_file():
-        with suppress(SafetensorError), safe_open(cache, framework="pt") as file:  # a broken one is made again
+    if kept.is_file():
+        with suppress(SafetensorError), safe_open(kept, framework="pt") as file:  # a broken one is made again
             about = file.metadata() or {}
             if about.get("stamp") == stamp:
                 return (file.get_tensor("x"), file.get_tensor("y")), about["fingerprint"]
     x, y = _decode(name, split, source)
     fingerprint = hashlib.blake2b(x.numpy().tobytes() + y.numpy().tobytes(), digest_size=16).hexdigest()
-    make_folder(cache.parent)
-    with replacing(cache) as temporary:
+    make_folder(kept.parent)
+    with replacing(kept) as temporary:
         save_file({"x": x, "y": y}, temporary, metadata={"stamp": stamp, "fingerprint": fingerprint})
     return (x, y), fingerprint
 
 
-def _cache() -> Path:
+def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "neurocoder"
 
 

@@ -7,7 +7,7 @@ import re
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 INK = "#123457"  # replaced by the colour of the page's text
 COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0")
@@ -36,8 +36,13 @@ def svg(figure: Figure) -> str:
     return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1)
 
 
-def curves(named: dict[str, tuple[list[int], list[float], list[float]]], label: str, log: bool = True) -> str:
-    """One line a name, mean and a band of a standard deviation, over training steps."""
+def curves(
+    named: dict[str, tuple[list[int], list[float], list[float]]],
+    label: str,
+    log: bool = True,
+    over: str = "training steps",
+) -> str:
+    """One line a name, mean and a band of a standard deviation."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.subplots()
@@ -51,9 +56,36 @@ def curves(named: dict[str, tuple[list[int], list[float], list[float]]], label: 
             axes.set_yscale("log")
             for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 axis(FuncFormatter(lambda value, place: f"{value:.3g}"))
-        axes.set_xlabel("training steps")
+        axes.set_xlabel(over)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
         axes.legend(frameon=False, fontsize=9, ncols=2)
+        return svg(figure)
+
+
+def dots(
+    named: dict[str, list[tuple[float, float] | None]],
+    theirs: dict[str, list[tuple[float, float] | None]],
+    places: list[str],
+    label: str,
+) -> str:
+    """A row of means with standard deviations for each name, one at every place; the paper's hollow beside ours."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.4))
+        axes = figure.subplots()
+        for index, (name, colour) in enumerate(zip(named, COLOURS, strict=False)):
+            for side, (values, hollow) in enumerate(((named[name], False), (theirs.get(name, []), True))):
+                known = [(place, *value) for place, value in enumerate(values) if value is not None]
+                if known:
+                    x = [place + (index - (len(named) - 1) / 2) * 0.24 + side * 0.09 for place, _, _ in known]
+                    axes.errorbar(
+                        x, [mean for _, mean, _ in known], [std for _, _, std in known], fmt="o", color=colour,
+                        markerfacecolor="none" if hollow else colour, alpha=0.6 if hollow else 1, markersize=5,
+                        elinewidth=1.2, label=f"{name}, paper" if hollow else name,
+                    )  # fmt: skip
+        axes.set_xticks(range(len(places)), places)
+        axes.set_ylabel(label)
+        axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.28))
         return svg(figure)
 
 

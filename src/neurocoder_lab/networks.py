@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def mlp(*sizes: int) -> nn.Sequential:
+def mlp(*sizes: int, bias: bool = True) -> nn.Sequential:
     """Linear layers with ReLU between."""
-    layers = [layer for widths in pairwise(sizes) for layer in (nn.Linear(*widths), nn.ReLU())]
+    layers = [layer for widths in pairwise(sizes) for layer in (nn.Linear(*widths, bias=bias), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 

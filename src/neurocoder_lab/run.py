@@ -126,7 +126,7 @@ class _Run:
                     self.sums[name] = self.sums[name] + value.detach() if name in self.sums else value.detach().clone()
                 self.count += 1
                 self.step += 1
-                if self.step % task.evaluate_every == 0 or self.step == task.steps:
+                if task.due(self.step) or self.step == task.steps:
                     latest = self._measure(metrics)
                 progress.show(self.step, latest)
                 if self._agreed(asked) and self.step < task.steps:

@@ -98,7 +98,8 @@ def _child(job: Job, answer: Connection) -> None:
 def _on_processes(workers: int) -> Callable[[list[Job]], Iterator[tuple[Job, str | None]]]:
     if workers < 1:
         raise LabError(f"--workers must be at least 1, got {workers}")
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # one process imports everything, the runs are forked from it
+    context.set_forkserver_preload(["neurocoder_lab.run"])
 
     def go(jobs: list[Job]) -> Iterator[tuple[Job, str | None]]:
         """A run whose process dies is started again, and resumes."""
@@ -107,8 +108,8 @@ def _on_processes(workers: int) -> Callable[[list[Job]], Iterator[tuple[Job, str
             while waiting or running:
                 while waiting and len(running) < workers:
                     job, left = waiting.pop(0)
-                    receiver, sender = spawn.Pipe(duplex=False)
-                    process = spawn.Process(target=_child, args=(job, sender))
+                    receiver, sender = context.Pipe(duplex=False)
+                    process = context.Process(target=_child, args=(job, sender))
                     process.start()
                     sender.close()
                     running[process.sentinel] = (process, receiver, job, left - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -37,7 +37,7 @@ class Task:
     Attributes:
         model, optimiser: as built by the experiment, on the CPU.
         steps: how many there are.
-        evaluate_every: steps between evaluations; there is one after the last step in any case.
+        evaluate_every: steps between evaluations.
         network: the model to call in `step`, once attached: it may be spread over processes.
         accelerator: the devices and processes at hand, once attached.
         fingerprint: of the data.
@@ -51,6 +51,10 @@ class Task:
     def attach(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.network, self.optimiser = accelerator.prepare(self.model, self.optimiser)
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after so many steps; there is an evaluation after the last one in any case."""
+        return step % self.evaluate_every == 0
 
     def step(self, index: int) -> dict[str, Tensor]:
         """Train on one batch; what it returns (means over this process's share) is averaged and logged."""
@@ -93,7 +97,8 @@ class Experiment:
     Attributes:
         name, reproduces, summary: for `neurocoder list`.
         config: its dataclass, a `Config`.
-        axes: what a sweep crosses with the seeds: fields of the config and their values.
+        axes: what a sweep can cross with the seeds: fields of the config and their values.
+        main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
         start: makes the task of a config whose fields are all filled in.
         figures: from the distilled runs to (title, SVG) pairs for the report.
@@ -104,11 +109,12 @@ class Experiment:
     reproduces: str
     summary: str
     config: type[Config]
-    axes: dict[str, tuple[str, ...]]
+    axes: dict[str, tuple[Any, ...]]
     fill: Callable[[Any], dict[str, Any]]
     start: Callable[[Any], Task]
     figures: Callable[[list[dict]], list[tuple[str, str]]]
     tables: Callable[[list[dict]], list[tuple[str, list[str], list[list[str]]]]]
+    main: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def resolve(self, config: Config) -> Config:
         """The config with every None filled in."""
@@ -118,10 +124,10 @@ class Experiment:
         """The name of a run's folder: its place on the axes, its budget, and what differs from that."""
         plain, full = self.resolve(self._plain(config)), self.resolve(config)
         parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
-        for field in fields(full):
-            value = getattr(full, field.name)
-            if field.name != "seed" and value != getattr(plain, field.name):
-                parts.append(f"{field.name}-{value}")
+        for name in (item.name for item in fields(full)):
+            value = getattr(full, name)
+            if name != "seed" and value != getattr(plain, name):
+                parts.append(f"{name}-{value}")
         return re.sub(r"[^\w.+-]", "_", ".".join(parts))
 
     def standard(self, config: Config) -> bool:

@@ -62,7 +62,7 @@ class StoredProgramMemory(Peer):
         return {"programs": len(self.key), "key_dim": self.key.shape[1]}
 
     def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
-        weight_YP = self._attend(x_YI)
+        weight_YP = self.attend(x_YI, self.key)
         self._record(Mixture(weight_YP.reshape(*lead, len(self.key)), None))
         weight_YP = weight_YP.to(x_YI.dtype)
         biases = [program.bias for program in self.programs if program.bias is not None]
@@ -71,10 +71,11 @@ class StoredProgramMemory(Peer):
             y_YO = torch.addmm(y_YO, x_YI * weight_Y1, program.weight.t())
         return y_YO
 
-    def _attend(self, x_YI: Tensor) -> Tensor:
+    def attend(self, x_YI: Tensor, key_PK: Tensor) -> Tensor:
+        """Attention of each row to the programs with these keys: (Y, P)."""
         raw = self.query(x_YI)
         with full_precision(x_YI):
             raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
             query_YK = F.normalize(raw[:, :-1].tanh(), dim=-1, eps=EPSILON)
-            key_PK = F.normalize(self.key.to(raw.dtype).tanh(), dim=-1, eps=EPSILON)
+            key_PK = F.normalize(key_PK.to(raw.dtype).tanh(), dim=-1, eps=EPSILON)
             return (F.softplus(raw[:, -1:]) * (query_YK @ key_PK.t())).softmax(-1)

@@ -1,0 +1,283 @@
+"""The diagonal Fisher information of a classifier: gradients of each sample squared, then averaged.
+
+One forward and backward for many samples gives, for every layer called, its inputs and the gradients of its outputs,
+row by row. Where a weight enters as a product with the input, a sample's gradient is an outer product, and the sum of
+their squares is one product of squares, (g^2)^T (x^2). Program layers and stored programs have such products, and keys
+that all samples share; `_program` and `_stored` treat them. Any other parameter is left to `torch.func`.
+
+Shapes: N samples, I in, O out, P slots or programs, K key, X queries, M the three memories.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+import neurocoder as nc
+from neurocoder import functional
+from neurocoder.controller import LinearController
+from neurocoder.trace import evaluating
+
+BATCH = 500
+FEW = 32  # samples at once where every sample has a gradient of its own
+Sums = dict[nn.Parameter, Tensor]
+
+
+def fisher(
+    model: nn.Module,
+    x: Tensor,
+    outputs: Callable[[Tensor], Tensor] | None = None,
+    y: Tensor | None = None,
+    shared: Callable[[], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """For each parameter that is trained, the mean over x of the squared gradient of -log p(label | x).
+
+    Args:
+        outputs: from inputs to logits, through the model's layers; by default the model itself.
+        y: true labels, for the empirical Fisher; by default the label the model finds most likely.
+        shared: a loss that no sample changes; it is part of every sample's gradient.
+    """
+    outputs = model if outputs is None else outputs
+    if not len(x):
+        raise ValueError("the Fisher information needs at least one sample")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    squares = {p: torch.zeros_like(p) for p in parameters.values()}
+    means = {p: torch.zeros_like(p) for p in parameters.values()}
+    with evaluating(model), torch.enable_grad():
+        constant = _constant(shared, squares)
+        layers, rest = _plan(model, outputs, x[:1], squares)
+        for rows in torch.arange(len(x), device=x.device).split(BATCH) if layers or constant else ():
+            _closed(layers, outputs, x[rows], None if y is None else y[rows], squares, means if constant else {})
+        if rest:
+            _sample_by_sample(model, outputs, x, y, [*rest], squares)
+    found = {}
+    for name, p in parameters.items():
+        squared = squares[p] / len(x)
+        if p in constant:  # mean (g_n + c)^2 = mean g_n^2 + 2 c mean g_n + c^2
+            squared = squared + 2 * constant[p] * means[p] / len(x) + constant[p].square()
+        found[name] = squared.clamp_min(0)  # below zero by rounding alone
+    return found
+
+
+def _constant(shared: Callable[[], Tensor] | None, squares: Sums) -> Sums:
+    """The gradient of the shared loss, for the parameters it depends on."""
+    loss = None if shared is None else shared()
+    if loss is None or not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, [*squares], allow_unused=True)
+    return {p: g for p, g in zip(squares, found, strict=True) if g is not None}
+
+
+def _loss(logits: Tensor, y: Tensor | None) -> Tensor:
+    return F.cross_entropy(logits, logits.detach().argmax(-1) if y is None else y, reduction="sum")
+
+
+@contextmanager
+def _calls(layers: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, tuple, Tensor]]]:
+    """Calls of the layers inside the block: each with what it was given and its output."""
+    found: list[tuple[nn.Module, tuple, Tensor]] = []
+
+    def note(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+        found.append((layer, (*args, *kwargs.values()), output))
+
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _plan(
+    model: nn.Module, outputs: Callable[[Tensor], Tensor], x: Tensor, squares: Sums
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """The layers whose parameters have a closed form, and the parameters of this forward that do not.
+
+    A closed form needs rows that are samples, one call of the layer, and parameters that are its alone.
+    """
+    with _calls(layer for layer in model.modules() if _rule(layer)) as calls:
+        loss = _loss(outputs(x), None)
+    times = Counter(layer for layer, _, _ in calls)
+    holders = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    owners = Counter(p for layer in times for p in _owned(layer))
+    layers, covered = [], set()
+    for layer, given, _ in calls:
+        alone = all(owners[p] == holders[p] == 1 for p in _owned(layer))
+        if times[layer] == 1 and alone and len(given) == 1 and given[0].dim() == 2:
+            layers.append(layer)
+            covered |= {*_owned(layer)}
+    gradients = torch.autograd.grad(loss, [*squares], allow_unused=True)
+    return layers, {p for p, g in zip(squares, gradients, strict=True) if g is not None and p not in covered}
+
+
+def _closed(
+    layers: list[nn.Module],
+    outputs: Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor | None,
+    squares: Sums,
+    means: Sums,
+) -> None:
+    """Add the squared gradients of the layers' parameters, and plain gradients to `means`."""
+    with _calls(layers) as calls:
+        loss = _loss(outputs(x), y)
+    found = torch.autograd.grad(loss, [output for _, _, output in calls] + [*means], allow_unused=True)
+    for (layer, (given,), _), g in zip(calls, found, strict=False):
+        for p, squared in _rule(layer)(layer, given.detach(), g).items() if g is not None else ():
+            if p in squares:
+                squares[p] += squared.view_as(p)
+    for p, g in zip(means, found[len(calls) :], strict=True):
+        if g is not None:
+            means[p] += g
+
+
+def _sample_by_sample(
+    model: nn.Module,
+    outputs: Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor | None,
+    parameters: list[nn.Parameter],
+    squares: Sums,
+) -> None:
+    """Add the squared gradients of the parameters, one gradient a sample."""
+    with torch.no_grad():
+        labels = torch.cat([outputs(part).argmax(-1) for part in x.split(BATCH)]) if y is None else y
+    wrapped = _Wrapped(model, outputs)
+    index = {p: i for i, p in enumerate(parameters)}
+    # every place that holds one of them, once: a module, or a parameter, may stand in the model twice
+    places = [
+        (f"{prefix}.{name}", index[p])
+        for prefix, module in wrapped.named_modules()
+        for name, p in module._parameters.items()
+        if p in index
+    ]
+
+    def loss(values: list[Tensor], one: Tensor, label: Tensor) -> Tensor:
+        held = {name: values[i] for name, i in places}
+        return F.cross_entropy(functional_call(wrapped, held, (one[None],), tie_weights=False), label[None])
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))
+    values = [p.detach() for p in parameters]
+    for rows in torch.arange(len(x), device=x.device).split(FEW):
+        for p, gradients in zip(parameters, each(values, x[rows], labels[rows]), strict=True):
+            squares[p] += gradients.detach().square().sum(0)
+
+
+class _Wrapped(nn.Module):
+    """The outputs as a module, so that `functional_call` reaches the model inside."""
+
+    def __init__(self, model: nn.Module, outputs: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.model, self.outputs = model, (outputs,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outputs[0](x)
+
+
+Rule = Callable[[Any, Tensor, Tensor], dict[nn.Parameter, Tensor]]
+
+
+def _rule(layer: nn.Module) -> Rule | None:
+    """From a layer, its input (N, I) and the gradient of its output (N, O) to the sums of squares."""
+    if type(layer) is nn.Linear:
+        return _linear
+    if type(layer) is nc.peers.StoredProgramMemory:
+        return _stored
+    plain = type(layer) is nc.Linear and isinstance(layer.controller, LinearController) and layer.base is None
+    if plain and layer.residual is None and layer.memory.gate_weight is None:
+        return _program
+    return None
+
+
+def _owned(layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a layer's rule speaks of."""
+    if type(layer) is nc.peers.StoredProgramMemory:
+        return [layer.key, *layer.programs.parameters()]  # the query is a Linear of its own
+    return [*layer.parameters()]
+
+
+def _squares(g_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """sum_n (g_n x_n^T)^2."""
+    return g_NO.square().t() @ x_NI.square()
+
+
+def _linear(layer: nn.Linear, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter, Tensor]:
+    found = {layer.weight: _squares(g_NO, x_NI)}
+    if layer.bias is not None:
+        found[layer.bias] = g_NO.square().sum(0)
+    return found
+
+
+def _stored(layer: nc.peers.StoredProgramMemory, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter, Tensor]:
+    """A program's gradient is its weight times that of a Linear; keys are few, so each sample gets its own."""
+    key_NPK = layer.key.detach().expand(len(x_NI), -1, -1).clone().requires_grad_()
+    weight_NP = vmap(lambda x_I, key_PK: layer.attend(x_I[None], key_PK)[0])(x_NI, key_NPK)
+    said_NPO = torch.stack([program(x_NI) for program in layer.programs], 1).detach()
+    (each_NPK,) = torch.autograd.grad(weight_NP, key_NPK, torch.einsum("npo,no->np", said_NPO, g_NO))
+    found: dict[nn.Parameter, Tensor] = {layer.key: each_NPK.square().sum(0)}
+    for weight_N1, program in zip(weight_NP.detach().split(1, 1), layer.programs, strict=True):
+        found |= _linear(program, x_NI, weight_N1 * g_NO)
+    return found
+
+
+def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter, Tensor]:
+    """A program layer without recurrence: products with the input, and keys that depend on the memories.
+
+    A slot's vector m_p enters twice, as itself and by its key W m_p + b: its gradient is an outer product and a part of
+    rank K, a_p x + W^T d_p.
+    """
+    memory, controller = layer.memory, layer.controller
+    leaves = [
+        F.linear(x_NI, controller.weight, controller.bias),
+        memory.keys().expand(len(x_NI), -1, -1, -1),
+        F.linear(x_NI, memory.left),
+        memory.values.expand(len(x_NI), -1),
+    ]
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+
+    def compose(query_X: Tensor, key_MPK: Tensor, read_P: Tensor, values_P: Tensor) -> Tensor:
+        query_MKRN, _ = controller(query_X[:, None])
+        part_PN, _ = functional.compose_rows(
+            query_MKRN, key_MPK, None, read_P[:, None], values_P, layer.heads, 0, layer.sharpness, layer.rules
+        )
+        return part_PN[:, 0]
+
+    part_NP = vmap(compose)(*leaves) * layer.gain
+    dq_NX, dk_NMPK, dread_NP, dvalues_NP = torch.autograd.grad(part_NP, leaves, g_NO @ memory.right.detach().t())
+    found: dict[nn.Parameter, Tensor] = {
+        controller.weight: _squares(dq_NX, x_NI),
+        controller.bias: dq_NX.square().sum(0),
+    }
+    if layer.bias is not None:
+        found[layer.bias] = g_NO.square().sum(0)
+    ones = x_NI.new_ones(len(x_NI), 1)
+    banks = {"left": (dread_NP, x_NI), "right": (part_NP.detach(), g_NO), "values": (dvalues_NP, ones)}
+    for (bank, (a_NP, b_NI)), d_NPK in zip(banks.items(), dk_NMPK.unbind(1), strict=True):
+        slots, free = getattr(memory, bank), getattr(memory, f"{bank}_keys")
+        if free is not None:
+            found |= {free: d_NPK.square().sum(0), slots: _squares(a_NP, b_NI)}
+            continue
+        weight, bias = getattr(memory, f"{bank}_key_weight"), getattr(memory, f"{bank}_key_bias")
+        slots_PI = slots.detach().view(len(slots), -1)
+        found[slots] = _outer_and_keys(a_NP, b_NI, d_NPK, weight.detach())
+        gram_KPP = torch.einsum("npk,nqk->kpq", d_NPK, d_NPK)
+        found[weight] = ((gram_KPP @ slots_PI) * slots_PI).sum(1)
+        found[bias] = d_NPK.sum(1).square().sum(0)
+    return found
+
+
+def _outer_and_keys(a_NP: Tensor, b_NI: Tensor, d_NPK: Tensor, weight_KI: Tensor) -> Tensor:
+    """sum_n (a_n b_n^T + d_n W)^2, with no gradient of a single sample ever formed."""
+    total_PI = _squares(a_NP, b_NI)
+    gram_PKL = torch.einsum("npk,npl->pkl", d_NPK, d_NPK)
+    total_PI += torch.einsum("pkl,ki,li->pi", gram_PKL, weight_KI, weight_KI)
+    for d_NP, weight_I in zip(d_NPK.unbind(2), weight_KI, strict=True):
+        total_PI += 2 * weight_I * ((a_NP * d_NP).t() @ b_NI)
+    return total_PI

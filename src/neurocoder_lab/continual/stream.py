@@ -1,0 +1,108 @@
+"""Streams of classification tasks in three scenarios, made from any labelled data.
+
+task: every task has classes and outputs of its own, and the network is told which task it sees, `network(x, task)`;
+domain: all tasks share the same few outputs, and nobody says which task it is;
+class: one output for every class met so far, to be told apart across tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Scenario = Literal["task", "domain", "class"]
+SCENARIOS: tuple[Scenario, ...] = ("task", "domain", "class")
+Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tasks in the order in which they are learned.
+
+    Attributes:
+        scenario: task, domain or class.
+        train, test: x and y of every task. Labels count from 0: within the task (task, domain) or over all (class).
+        classes: how many classes each task has.
+    """
+
+    scenario: Scenario
+    train: tuple[Labelled, ...]
+    test: tuple[Labelled, ...]
+    classes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.scenario not in SCENARIOS:
+            raise ValueError(f"scenario must be one of {', '.join(SCENARIOS)}, got {self.scenario!r}")
+        if not len(self.train) == len(self.test) == len(self.classes) > 0:
+            counts = f"{len(self.train)}, {len(self.test)} and {len(self.classes)}"
+            raise ValueError(f"train, test and classes must speak of the same tasks, got {counts} of them")
+        for name, parts in (("train", self.train), ("test", self.test)):
+            for task, (x, y) in enumerate(parts):
+                first, last = self._labels(task)
+                if len(x) != len(y) or not len(y):
+                    raise ValueError(f"{name}[{task}] has {len(x)} inputs and {len(y)} labels")
+                if y.min() < first or y.max() > last:
+                    raise ValueError(f"{name}[{task}] has labels outside of {first} .. {last}: see `Stream.train`")
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    @property
+    def outputs(self) -> int | tuple[int, ...]:
+        """What the network must have: so many outputs, or a head of so many for each task."""
+        if self.scenario == "task":
+            return self.classes
+        return sum(self.classes) if self.scenario == "class" else max(self.classes)
+
+    def logits(self, network: Callable[..., Tensor], x: Tensor, task: int, learned: int | None = None) -> Tensor:
+        """What the network says of inputs of a task, `learned` being the last one learned (that one by default)."""
+        if self.scenario == "task":
+            return network(x, task)
+        if self.scenario == "domain":
+            return network(x)
+        return network(x)[:, : sum(self.classes[: (task if learned is None else learned) + 1])]
+
+    def _labels(self, task: int) -> tuple[int, int]:
+        first = sum(self.classes[:task]) if self.scenario == "class" else 0
+        return first, first + self.classes[task] - 1
+
+
+def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], scenario: Scenario) -> Stream:
+    """Cut labelled data into tasks by class, say [[0, 1], [2, 3]]; examples of other classes are left out."""
+    flat = [label for group in classes for label in group]
+    if len({*flat}) < len(flat) or not flat or not all(len(group) for group in classes):
+        raise ValueError(f"every task needs classes, and no class may be in two tasks: got {[*map(list, classes)]}")
+    missing = sorted(set(flat) - set(train[1].tolist()))
+    if missing:
+        raise ValueError(f"the training data has no example of class {missing[0]}")
+
+    def tasks(data: Labelled) -> tuple[Labelled, ...]:
+        x, y = data
+        found, before = [], 0
+        for group in classes:
+            rows = torch.isin(y, torch.tensor([*group], device=y.device))
+            place = torch.full((int(y.max()) + max(flat) + 2,), -1, device=y.device)
+            start = before if scenario == "class" else 0
+            place[torch.tensor([*group], device=y.device)] = torch.arange(start, start + len(group), device=y.device)
+            found.append((x[rows], place[y[rows]]))
+            before += len(group)
+        return tuple(found)
+
+    return Stream(scenario, tasks(train), tasks(test), tuple(map(len, classes)))
+
+
+class MultiHead(nn.Module):
+    """A body and a head for each task; `network(x, task)` computes that of one task only."""
+
+    def __init__(self, body: nn.Module, heads: Sequence[nn.Module]):
+        super().__init__()
+        self.body, self.heads = body, nn.ModuleList(heads)
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        if not 0 <= task < len(self.heads):
+            raise ValueError(f"there are heads for tasks 0 .. {len(self.heads) - 1}, got task {task}")
+        return self.heads[task](self.body(x))

