@@ -256,10 +256,10 @@ def _continual() -> dict[str, Rule]:
         for method, ending in (("none", ""), ("si", "-si")):
             fixed = {"dataset": dataset, "method": method}
             found[f"nc-split-{dataset}{ending}"] = compare(
-                "split-cifar", "split-cifar", "accuracy", _models("neurocoder", orthogonal=10.0, **fixed),
+                "split-cifar", "split-cifar", "accuracy", _models("neurocoder", **fixed),
                 _models("plain", **fixed), False,
             )  # fmt: skip
-    stressed, little = (_models("neurocoder", orthogonal=a, dataset="cifar10", method="none") for a in (10.0, 0.1))
+    stressed, little = (_models(name, dataset="cifar10", method="none") for name in ("neurocoder", "neurocoder-a0.1"))
     found["nc-split-cifar-orthogonal"] = compare("split-cifar", "split-cifar", "accuracy", stressed, little, False)
     return found
 

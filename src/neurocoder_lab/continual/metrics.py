@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def summary(matrix: Tensor) -> dict[str, float]:
-    """Average accuracy, forgetting, backward and forward transfer, in the matrix's unit.
+    """Average accuracy at the end and when each task was just learned, forgetting, transfer; in the matrix's unit.
 
     Args:
         matrix: (T + 1, T): row 0 before any training, row t after learning task t; a column a task.
@@ -18,7 +18,7 @@ def summary(matrix: Tensor) -> dict[str, float]:
     tasks = matrix.shape[1]
     if matrix.shape != (tasks + 1, tasks):
         raise ValueError(f"the matrix must be (tasks + 1, tasks), got {tuple(matrix.shape)}")
-    found = {"accuracy": matrix[-1].mean().item()}
+    found = {"accuracy": matrix[-1].mean().item(), "learned": matrix.diagonal(-1).mean().item()}
     if tasks > 1:
         learned, last = matrix.diagonal(-1), matrix[-1]
         found["forgetting"] = (matrix[1:-1].amax(0) - last)[:-1].mean().item()

@@ -1,0 +1,173 @@
+"""Split CIFAR (Fig 8 of Neurocoder): five two-way tasks of CIFAR-10, twenty five-way tasks of CIFAR-100.
+
+    neurocoder run split-cifar --dataset cifar100 --model neurocoder --method si
+    neurocoder sweep split-cifar --seeds 5
+
+A frozen backbone pretrained on ImageNet gives features, computed once; a 3-layer MLP on them learns task after task,
+with an output layer for each (the task scenario). The paper's backbone was ResNet-18; here it is EfficientNet-Lite0,
+whose weights come as a package, or ResNet-18 with `--backbone resnet18 --weights FILE`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import neurocoder as nc
+from neurocoder_lab import figures
+from neurocoder_lab.continual import MultiHead, make, split
+from neurocoder_lab.continual.stream import Labelled
+from neurocoder_lab.continual.training import Learner
+from neurocoder_lab.features import Backbone, features
+from neurocoder_lab.networks import mlp
+from neurocoder_lab.results import Runs, spread
+from neurocoder_lab.store import LabError
+from neurocoder_lab.task import Config, Experiment
+
+Dataset = Literal["cifar10", "cifar100"]
+Model = Literal["plain", "neurocoder", "neurocoder-a0.1"]
+Method = Literal["none", "si"]
+DATASETS: tuple[Dataset, ...] = Dataset.__args__
+MODELS: tuple[Model, ...] = Model.__args__
+METHODS: tuple[Method, ...] = Method.__args__
+NAMES = {"plain": "plain head", "neurocoder": "Neurocoder, a = 10", "neurocoder-a0.1": "Neurocoder, a = 0.1"}
+TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+
+TASKS = {
+    "cifar10": [[*range(first, first + 2)] for first in range(0, 10, 2)],
+    "cifar100": [[*range(first, first + 5)] for first in range(0, 100, 5)],
+}
+HIDDEN = 512, 256
+BATCH, RATE = 128, 0.001
+EPOCHS = {"smoke": 1, "desk": 4, "paper": 4}
+EXAMPLES = {"smoke": 1000, "desk": 50_000, "paper": 50_000}
+LAYERS: dict[str, Any] = {"slots": 100, "heads": 10, "key_dim": 5, "sharpness": 1.0}
+ORTHOGONAL = {"neurocoder": 10.0, "neurocoder-a0.1": 0.1}
+GRID = (1.0, 10.0, 100.0, 1000.0, 10_000.0)
+# of GRID, the strength of SI with the best accuracy on held-out training data: docs/log.md
+STRENGTHS: dict[tuple[str, str], float] = {}
+# what the paper's text says of Fig 8, final accuracy in %
+PAPER = {("cifar10", "none"): "55, 70", ("cifar10", "si"): "just above 70, above 80"}
+
+
+@dataclass(frozen=True)
+class SplitCifar(Config):
+    """Tasks of CIFAR classes, one after the other, on features of a frozen backbone."""
+
+    dataset: Dataset = "cifar10"
+    """cifar10: 5 tasks of 2 classes; cifar100: 20 tasks of 5."""
+    model: Model = "neurocoder"
+    """The 3-layer MLP on the features: plain, or every layer re-coded, with much or little orthogonal loss."""
+    method: Method = "none"
+    """Plain training with Adam, or with synaptic intelligence."""
+    penalty: float | None = None
+    """Strength of SI; by default as tuned on held-out training data."""
+    rate: float | None = None
+    """Learning rate of Adam; by default as tuned on held-out training data."""
+    epochs: int | None = None
+    """Passes over each task."""
+    examples: int | None = None
+    """Training examples of all tasks; all of them by default."""
+    measure: Literal["test", "validation"] = "test"
+    """validation: measure on every tenth training example, and do not train on those."""
+    backbone: Backbone = "efficientnet-lite0"
+    """The frozen network; resnet18 needs weights."""
+    weights: str = ""
+    """A safetensors file with weights of the backbone, named as torchvision's; by default those of the package."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("epochs", "examples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LabError(f"{name} must be at least 1, got {value}")
+        if self.penalty is not None and not self.penalty >= 0:
+            raise LabError(f"penalty must not be negative, got {self.penalty}")
+
+
+def fill(config: SplitCifar) -> dict[str, Any]:
+    kind = "plain" if config.model == "plain" else "neurocoder"
+    penalty = STRENGTHS.get((config.dataset, kind), 100.0) if config.method == "si" else 0.0
+    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty, "rate": RATE}
+
+
+def build(model: Model, dataset: Dataset, width: int) -> MultiHead:
+    body = nn.Sequential(*mlp(width, *HIDDEN), nn.ReLU())
+    network = MultiHead(body, [nn.Linear(HIDDEN[-1], len(classes)) for classes in TASKS[dataset]])
+    if model != "plain":
+        nc.recode(network, "*", **LAYERS)
+    return network
+
+
+def start(config: SplitCifar) -> Learner:
+    found = features(config.dataset, config.backbone, config.weights)
+    train, test = found.train, found.validation
+    if config.measure == "test":
+        train, test = (torch.cat((train[0], test[0])), torch.cat((train[1], test[1]))), found.test
+    train = (train[0][: config.examples], train[1][: config.examples])
+
+    def whole(part: Labelled) -> Labelled:
+        return part[0].float(), part[1]
+
+    stream = split(whole(train), whole(test), TASKS[config.dataset], "task")
+    model = build(config.model, config.dataset, train[0].shape[1])
+    optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, fused=True)
+    method = make("si" if config.method == "si" else "adam", model, config.penalty)
+    a = ORTHOGONAL.get(config.model)
+
+    def orthogonal(task: int) -> Tensor:
+        return a * (nc.orthogonality(model.body) + nc.orthogonality(model.heads[task]))
+
+    learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, orthogonal if a else None)
+    learner.fingerprint = found.fingerprint
+    return learner
+
+
+def draw(runs: Runs) -> list[tuple[str, str]]:
+    """Fig 8 for both data sets."""
+    found = []
+    for dataset in DATASETS:
+        curves = {}
+        for method in METHODS:
+            for model in MODELS:
+                curve = runs.where(dataset=dataset, model=model, method=method).curve("accuracy")
+                if curve is not None:
+                    name = NAMES[model] + (", SI" if method == "si" else "")
+                    curves[name] = ([*range(1, len(curve[0]) + 1)], *curve[1:])
+        if curves:
+            title = f"Fig 8, Split {TITLES[dataset]}: average accuracy over the tasks learned so far, mean ± std"
+            found.append((title, figures.curves(curves, "accuracy, %", log=False, over="tasks learned")))
+    return found
+
+
+def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    found = []
+    for dataset in DATASETS:
+        header = ["head", "method", "parameters", "final accuracy", "forgetting", "when learned"]
+        rows = []
+        for method in METHODS:
+            for model in MODELS:
+                mine = runs.where(dataset=dataset, model=model, method=method)
+                if mine:
+                    cells = [spread(mine.values(metric)) for metric in ("accuracy", "forgetting", "learned")]
+                    size = f"{mine[0]['final']['parameters']:,}"
+                    rows.append([NAMES[model], "SI" if method == "si" else "none", size, *cells])
+        if rows:
+            found.append((f"Split {TITLES[dataset]} after the last task, %", header, rows))
+    return found
+
+
+EXPERIMENT = Experiment(
+    name="split-cifar",
+    reproduces="Neurocoder, Fig 8",
+    summary="image tasks one after the other on a frozen backbone: plain and Neurocoder heads, with and without SI",
+    config=SplitCifar,
+    axes={"dataset": DATASETS, "model": MODELS, "method": METHODS},
+    fill=fill,
+    start=start,
+    figures=draw,
+    tables=tabulate,
+)

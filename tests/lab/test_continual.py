@@ -1,0 +1,336 @@
+"""Continual learning: scenarios, methods against their slow twins, the Fisher of every kind of layer, metrics."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import neurocoder as nc
+from neurocoder_lab import continual
+from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, fisher, make, split, summary
+
+DATA = (torch.randn(40, 6), torch.arange(40) % 4)
+
+
+def plain(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def recoded(**options) -> nn.Module:
+    model = plain()
+    nc.recode(model, "*", **options)
+    return model
+
+
+def shared_memory() -> nn.Module:
+    first = nc.Linear(6, 6, slots=3, heads=2)
+    return nn.Sequential(first, nn.ReLU(), nc.Linear(6, 6, slots=3, heads=2, memory=first.memory), nn.Linear(6, 2))
+
+
+def called_twice() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(6, 2))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.ReLU(), nn.Linear(4, 3))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2))
+    model[2].weight = model[0].weight
+    return model
+
+
+MODELS = {
+    "plain": plain,
+    "program": lambda: recoded(slots=4, heads=2, key_dim=3),
+    "program, authors": lambda: recoded(slots=4, heads=2, key_dim=3, compat="authors"),
+    "program, free keys": lambda: recoded(slots=4, heads=2, rules=nc.Rules(free_keys=("left", "values"))),
+    "program, several steps": lambda: recoded(slots=4, heads=2, key_dim=3, steps=2, least_used=1),
+    "program, residual": lambda: recoded(slots=4, heads=2, residual=True),
+    "stored programs": lambda: recoded(layer=nc.peers.StoredProgramMemory, programs=3, key_dim=4),
+    "experts": lambda: recoded(layer=nc.peers.MixtureOfExperts, experts=3, top_k=2, dispatch="dense"),
+    "normalised": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3)),
+    "convolution": convolution,
+    "memory shared by two layers": shared_memory,
+    "layer called twice": called_twice,
+    "weights tied": tied,
+}
+
+
+def slow_fisher(model, x, outputs=None, y=None, extra=None):
+    """One backward a sample."""
+    outputs = outputs or model
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    modes = model.training
+    model.eval()
+    for i in range(len(x)):
+        model.zero_grad()
+        logits = outputs(x[i : i + 1])
+        loss = F.cross_entropy(logits, logits.argmax(-1) if y is None else y[i : i + 1])
+        (loss if extra is None else loss + extra()).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                total[name] += p.grad.square() / len(x)
+    model.zero_grad()
+    model.train(modes)
+    return total
+
+
+def close(found, wanted) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_fisher_is_that_of_one_backward_a_sample(kind):
+    torch.manual_seed(0)
+    model = MODELS[kind]().double()
+    x = torch.randn(11, 6, dtype=torch.float64)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    close(fisher(model, x), slow_fisher(model, x))
+    y = torch.randint(2, (11,))
+    close(fisher(model, x, y=y), slow_fisher(model, x, y=y))
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert model.training
+
+
+@pytest.mark.parametrize("kind", ["program", "program, authors", "program, several steps", "plain"])
+def test_a_loss_that_no_sample_changes_is_part_of_every_gradient(kind):
+    torch.manual_seed(1)
+    model = MODELS[kind]().double()
+    x = torch.randn(7, 6, dtype=torch.float64)
+    extra = lambda: 10 * nc.orthogonality(model) + 0 * model[2](torch.zeros(1, 5).double()).sum()  # noqa: E731
+    close(fisher(model, x, shared=extra), slow_fisher(model, x, extra=extra))
+
+
+def test_heads_of_other_tasks_have_no_information_and_frozen_weights_none():
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), [nn.Linear(5, 2), nn.Linear(5, 3)]).double()
+    model.body[0].weight.requires_grad_(False)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    found = fisher(model, x, lambda x: model(x, 1))
+    assert "body.0.weight" not in found
+    assert not found["heads.0.weight"].any()
+    close(found, slow_fisher(model, x, lambda x: model(x, 1)))
+    with pytest.raises(ValueError, match="at least one sample"):
+        fisher(model, x[:0])
+
+
+@given(seed=st.integers(0, 1000), rows=st.integers(1, 6), classes=st.integers(2, 4))
+@settings(max_examples=20, deadline=None)
+def test_the_closed_form_of_a_program_layer_for_any_size(seed, rows, classes):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, classes)).double()
+    nc.recode(model, "*", slots=1 + seed % 4, heads=1 + seed % 3, key_dim=1 + seed % 2, sharpness=1.0)
+    x = torch.randn(rows, 3, dtype=torch.float64)
+    close(fisher(model, x), slow_fisher(model, x))
+
+
+def train(model, method, tasks, steps: int = 6):
+    """A few steps on each of some tasks; returns what the method was told of each."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in tasks:
+        for _ in range(steps):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            method.step(optimiser)
+        method.finish(model, x, y)
+
+
+def tasks(count: int = 3):
+    torch.manual_seed(3)
+    return [(torch.randn(9, 6, dtype=torch.float64), torch.randint(3, (9,))) for _ in range(count)]
+
+
+class SlowEWC:
+    """A Fisher and an anchor for every task, penalties through autograd."""
+
+    def __init__(self, model, strength, online=False):
+        self.model, self.strength, self.online, self.terms = model, strength, online, []
+
+    def penalty(self):
+        terms = [
+            (importance[name] * (p - anchor[name]) ** 2).sum()
+            for importance, anchor in self.terms
+            for name, p in self.model.named_parameters()
+        ]
+        return self.strength * sum(terms)
+
+    def step(self, optimiser):
+        if self.terms:
+            self.penalty().backward()
+        optimiser.step()
+
+    def finish(self, outputs, x, y):
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        found = slow_fisher(self.model, x)
+        if self.online and self.terms:
+            old = self.terms[0][0]
+            self.terms = [({name: old[name] + found[name] for name in old}, weights)]
+        else:
+            self.terms.append((found, weights))
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_ewc_with_one_anchor_is_ewc_with_an_anchor_a_task(online):
+    torch.manual_seed(0)
+    ours = plain().double()
+    twin = plain().double()
+    twin.load_state_dict(ours.state_dict())
+    method, slow = (OnlineEWC if online else EWC)(ours, 30.0), SlowEWC(twin, 30.0, online)
+    train(ours, method, tasks())
+    train(twin, slow, tasks())
+    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    # values differ by a constant; differences between two points do not
+    at = [(method.penalty(), slow.penalty())]
+    with torch.no_grad():
+        for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+            p += 0.1
+            q += 0.1
+    at.append((method.penalty(), slow.penalty()))
+    torch.testing.assert_close(at[1][0] - at[0][0], at[1][1] - at[0][1], rtol=1e-9, atol=1e-12)
+
+
+class SlowSI:
+    """Two backwards a step, as the definition says."""
+
+    def __init__(self, model, strength, damping=0.1):
+        self.model, self.strength, self.damping = model, strength, damping
+        self.start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.path = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+        self.importance, self.anchor = None, None
+
+    def step(self, optimiser):
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters()}
+        before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        if self.anchor:
+            pull = sum((self.importance[n] * (p - self.anchor[n]) ** 2).sum() for n, p in self.model.named_parameters())
+            (self.strength * pull).backward()
+        optimiser.step()
+        for n, p in self.model.named_parameters():
+            self.path[n] -= gradients[n] * (p.detach() - before[n])
+
+    def finish(self, outputs, x, y):
+        now = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        gained = {n: self.path[n] / ((now[n] - self.start[n]) ** 2 + self.damping) for n in now}
+        self.importance = gained if self.importance is None else {n: self.importance[n] + gained[n] for n in now}
+        self.path = {n: torch.zeros_like(p) for n, p in now.items()}
+        self.start, self.anchor = now, now
+
+
+def test_si_is_its_definition():
+    torch.manual_seed(0)
+    ours, twin = plain().double(), plain().double()
+    twin.load_state_dict(ours.state_dict())
+    train(ours, SI(ours, 0.5), tasks())
+    train(twin, SlowSI(twin, 0.5), tasks())
+    for p, q in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_l2_stays_near_the_last_task_and_plain_training_does_not():
+    distances = []
+    for method in (lambda model: make("adam", model), lambda model: L2(model, 1.0)):
+        torch.manual_seed(0)
+        model = plain().double()
+        used = method(model)
+        train(model, used, tasks(1), steps=20)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        train(model, used, tasks(2)[1:], steps=20)
+        distances.append((nn.utils.parameters_to_vector(model.parameters()) - before).norm().item())
+    assert distances[1] < 0.5 * distances[0]
+
+
+@pytest.mark.parametrize("name", ["l2", "si", "ewc", "oewc"])
+def test_state_goes_on_where_it_was(name):
+    torch.manual_seed(0)
+    model = plain().double()
+    method = make(name, model, 3.0)
+    train(model, method, tasks(2))
+    again = plain().double()
+    again.load_state_dict(model.state_dict())
+    restored = make(name, again, 3.0)
+    restored.load_state({key: tensor.clone() for key, tensor in method.state().items()})
+    last = tasks(3)[2:]
+    train(model, method, last)
+    train(again, restored, last)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_head_of_another_task_stays_put():
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), [nn.Linear(5, 2), nn.Linear(5, 2)])
+    method, optimiser = make("ewc", model, 100.0), torch.optim.Adam(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 6), torch.randint(2, (8,))
+    for task in (0, 1):
+        held = model.heads[0].weight.detach().clone()
+        for _ in range(3):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x, task), y).backward()
+            method.step(optimiser)
+        method.finish(lambda x, task=task: model(x, task), x, y)
+        assert torch.equal(held, model.heads[0].weight) == (task == 1)
+    with pytest.raises(ValueError, match="heads for tasks 0"):
+        model(x, 2)
+
+
+def test_methods_refuse_what_makes_no_sense():
+    with pytest.raises(ValueError, match="must not be negative"):
+        EWC(plain(), -1.0)
+    with pytest.raises(ValueError, match="must not be negative"):
+        SI(plain(), float("nan"))
+    with pytest.raises(ValueError, match="one of adam, adagrad"):
+        make("dropout", plain())
+
+
+def test_the_three_scenarios_of_the_same_data():
+    groups = [[2, 3], [0, 1]]
+    labels = {}
+    for scenario in ("task", "domain", "class"):
+        stream = split(DATA, DATA, groups, scenario)
+        assert len(stream) == 2
+        assert all(len(y) == 20 for _, y in (*stream.train, *stream.test))
+        labels[scenario] = [sorted({*y.tolist()}) for _, y in stream.train]
+    assert labels == {"task": [[0, 1], [0, 1]], "domain": [[0, 1], [0, 1]], "class": [[0, 1], [2, 3]]}
+    assert split(DATA, DATA, groups, "task").outputs == (2, 2)
+    assert split(DATA, DATA, groups, "domain").outputs == 2
+    stream = split(DATA, DATA, groups, "class")
+    assert stream.outputs == 4
+    x = stream.train[0][0]
+    assert torch.equal(x, DATA[0][(DATA[1] == 2) | (DATA[1] == 3)])
+    network = nn.Linear(6, 4)
+    assert stream.logits(network, x, 0).shape == (20, 2)
+    assert stream.logits(network, x, 0, learned=1).shape == (20, 4)
+
+
+def test_streams_refuse_what_makes_no_sense():
+    with pytest.raises(ValueError, match="no class may be in two tasks"):
+        split(DATA, DATA, [[0, 1], [1, 2]], "task")
+    with pytest.raises(ValueError, match="no example of class 7"):
+        split(DATA, DATA, [[0, 7]], "task")
+    with pytest.raises(ValueError, match="scenario must be one of"):
+        split(DATA, DATA, [[0, 1]], "tasks")
+    with pytest.raises(ValueError, match=r"labels outside of 0 \.\. 1"):
+        continual.Stream("domain", (DATA,), (DATA,), (2,))
+    with pytest.raises(ValueError, match="same tasks"):
+        continual.Stream("domain", (DATA,), (), (4,))
+
+
+def test_metrics_by_hand():
+    matrix = torch.tensor([[50.0, 40, 30], [90, 50, 45], [70, 80, 40], [60, 70, 100]])
+    found = summary(matrix)
+    assert found["accuracy"] == pytest.approx(230 / 3)
+    assert found["learned"] == pytest.approx(90)
+    assert found["forgetting"] == pytest.approx((30 + 10) / 2)
+    assert found["backward_transfer"] == pytest.approx((-30 - 10) / 2)
+    assert found["forward_transfer"] == pytest.approx((50 - 40 + 40 - 30) / 2)
+    assert summary(torch.tensor([[50.0], [90.0]])) == {"accuracy": 90.0, "learned": 90.0}
+    with pytest.raises(ValueError, match="tasks \\+ 1"):
+        summary(torch.zeros(3, 3))

@@ -1,0 +1,148 @@
+"""Split MNIST and Split CIFAR as experiments, on small pictures of the same layout: resuming, sharing, refusing."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from neurocoder_lab import experiments
+from neurocoder_lab.cli import main
+from neurocoder_lab.experiments import split_cifar, split_mnist
+from neurocoder_lab.experiments.split_cifar import SplitCifar
+from neurocoder_lab.experiments.split_mnist import SplitMnist
+from neurocoder_lab.results import Runs
+from neurocoder_lab.run import execute, folder_of
+from neurocoder_lab.store import LabError
+from tests.lab import pictures
+
+EXPERIMENT = split_mnist.EXPERIMENT
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Data and cache in a folder of the tests' own; as environment variables."""
+    folder = tmp_path_factory.mktemp("data")
+    for split, count in (("train", 600), ("test", 100)):
+        pictures.write(folder, "mnist", split, count)
+        pictures.write(folder, "cifar10", split, count // 10, size=32)
+    return {"NEUROCODER_DATA": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+@pytest.fixture(autouse=True)
+def _here(places, monkeypatch):
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+
+
+def command(config: SplitMnist, runs: Path, *words: str) -> list[str]:
+    chosen = [f"--{name}={getattr(config, name)}" for name in ("model", "method", "scenario", "epochs", "budget")]
+    chosen += [f"--examples={config.examples}"] if config.examples else []
+    return [*words, "-m", "neurocoder_lab", "run", "split-mnist", *chosen, "--runs", str(runs)]
+
+
+def final(config: SplitMnist, runs: Path) -> dict:
+    return json.loads((folder_of(EXPERIMENT, config, runs) / "result.json").read_text())["final"]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "scenario"), [("neurocoder", "si", "task"), ("nsm", "ewc", "domain"), ("mlp", "oewc", "domain")]
+)
+def test_killed_in_the_third_task_it_ends_with_the_same_matrix(tmp_path, model, method, scenario):
+    config = SplitMnist(model=model, method=method, scenario=scenario, epochs=25, budget="smoke")
+    whole = execute(EXPERIMENT, config, tmp_path / "whole", quiet=True)["final"]
+    killed = tmp_path / "killed"
+    process = subprocess.Popen([*command(config, killed, sys.executable), "--checkpoint-seconds", "0"])
+    log = folder_of(EXPERIMENT, config, killed) / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 2):
+        time.sleep(0.01)
+    time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert len(log.read_text().splitlines()) == 2, "it was to be killed in the third task"
+    again = subprocess.run(command(config, killed, sys.executable), capture_output=True, text=True)
+    assert "going on from step" in again.stderr
+    assert final(config, killed) == whole
+    assert len(whole["matrix"]) == 6
+    assert whole["learned"] > 80
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    config = SplitMnist(model="neurocoder", method="oewc", scenario="task", epochs=2, examples=600, budget="smoke")
+    one = execute(EXPERIMENT, config, tmp_path / "one", quiet=True)["final"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    done = subprocess.run(command(config, tmp_path / "two", *words), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    two = final(config, tmp_path / "two")
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=3)
+
+
+@pytest.mark.parametrize("model", split_mnist.MODELS)
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_every_model_runs_in_every_scenario(tmp_path, model, scenario):
+    config = SplitMnist(model=model, method="adagrad", scenario=scenario, budget="smoke", measure="validation")
+    found = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
+    assert 0 <= found["accuracy"] <= 100
+    assert found["forgetting"] >= -100
+
+
+def test_sizes_are_the_papers():
+    sizes = {
+        model: sum(p.numel() for p in split_mnist.build(model, "domain", 256).parameters())
+        for model in split_mnist.MODELS
+    }
+    assert sizes["mlp"] == pytest.approx(328_000, rel=0.01)
+    assert sizes["neurocoder"] == pytest.approx(348_000, rel=0.02)
+
+
+def test_split_cifar_runs_on_features(tmp_path):
+    config = SplitCifar(budget="smoke", method="si", model="plain")
+    found = execute(split_cifar.EXPERIMENT, config, tmp_path, quiet=True)["final"]
+    assert len(found["matrix"]) == 6
+    assert main(["run", "split-cifar", "--budget", "smoke", "--runs", str(tmp_path)]) == 0
+    assert main(["sweep", "split-mnist", "--budget", "smoke", "--seeds", "1", "--model", "mlp", "--method", "adam",
+                 "--runs", str(tmp_path), "--results", str(tmp_path)]) == 0  # fmt: skip
+    runs = Runs(json.loads((tmp_path / "split-mnist.json").read_text())["runs"])
+    assert {run["config"]["scenario"] for run in runs} == {"task", "domain"}
+    tables = split_mnist.tabulate(runs)
+    assert [row[0] for _, _, rows in tables for row in rows] == ["Adam", "Adam"]
+    assert "93.75 ± 3.28" in tables[0][2][0]
+    assert all(picture.startswith("<svg") for _, picture in split_mnist.draw(runs))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["split-mnist", "--epochs", "0"], "epochs must be at least 1"),
+        (["split-mnist", "--method", "ewc", "--penalty", "-1"], "penalty must not be negative"),
+        (["split-mnist", "--method", "ewc", "--scenario", "class"], "use --strength tuned"),
+        (["split-cifar", "--backbone", "resnet18"], "resnet18 needs --weights"),
+        (["split-cifar", "--backbone", "resnet18", "--weights", "nowhere"], "nowhere cannot be read"),
+        (["split-cifr"], "did you mean split-cifar"),
+    ],
+)
+def test_wrong_use_is_told(tmp_path, capsys, words, said):
+    assert main(["run", *words, "--runs", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_absent_data_says_what_to_do(tmp_path):
+    program = "from neurocoder_lab.cli import main; raise SystemExit(main(['run', 'split-mnist', '--runs', '.']))"
+    places = {"NEUROCODER_DATA": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | places, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "set NEUROCODER_DATA" in done.stderr
+
+
+def test_the_experiments_are_listed():
+    assert {"split-mnist", "split-cifar"} <= {experiment.name for experiment in experiments.every()}
+    with pytest.raises(LabError, match="did you mean split-mnist"):
+        experiments.get("split-mnst")
+    assert isinstance(split_mnist.build("mlp", "task", 256)(torch.zeros(1, 1024), 4), torch.Tensor)
