@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,26 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Values of one setting, to be tried on held-out data at every combination of some axes.
+
+    Attributes:
+        setting: the field that is tuned.
+        over: the axes, and their values.
+        values: from a place on the axes to the values to try.
+        fixed: other fields of the config.
+    """
+
+    setting: str
+    over: dict[str, tuple[Any, ...]]
+    values: Callable[[dict[str, Any]], tuple[float, ...]]
+    fixed: dict[str, Any]
+
+    def places(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.over, chosen, strict=True)) for chosen in product(*self.over.values())]
+
+
+@dataclass(frozen=True)
 class Experiment:
     """An experiment of the papers.
 
@@ -98,6 +119,7 @@ class Experiment:
         name, reproduces, summary: for `neurocoder list`.
         config: its dataclass, a `Config`.
         axes: what a sweep can cross with the seeds: fields of the config and their values.
+        grids: settings that `neurocoder_lab.tuning` chooses on held-out data.
         main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
         start: makes the task of a config whose fields are all filled in.
@@ -115,6 +137,7 @@ class Experiment:
     figures: Callable[[list[dict]], list[tuple[str, str]]]
     tables: Callable[[list[dict]], list[tuple[str, list[str], list[list[str]]]]]
     main: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    grids: list[Grid] = field(default_factory=list)
 
     def resolve(self, config: Config) -> Config:
         """The config with every None filled in."""

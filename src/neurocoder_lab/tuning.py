@@ -1,0 +1,84 @@
+"""Settings chosen on held-out training data: `python -m neurocoder_lab.tuning split-mnist --workers 2`.
+
+Every value of an experiment's grids is run once (seed 0, measured on every tenth training example), and its accuracy
+goes to tuned.json; the experiments take the best from there. Finished runs are skipped, as in a sweep.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from neurocoder_lab.store import LabError, write_json
+from neurocoder_lab.task import Config, Experiment, Grid
+
+FILE = Path(str(files("neurocoder_lab") / "tuned.json"))
+
+
+def best(experiment: str, setting: str, **place: Any) -> float | None:
+    """The value with the highest held-out accuracy at this place; None where none was tried."""
+    for row in _known():
+        if row["experiment"] == experiment and row["setting"] == setting and row["place"] == place:
+            found = row["accuracy"]
+            return float(max(found, key=found.__getitem__))
+    return None
+
+
+def _known(file: Path = FILE) -> list[dict[str, Any]]:
+    return json.loads(file.read_text()) if file.is_file() else []
+
+
+def tune(experiment: Experiment, grids: list[Grid], runs: Path, workers: int, file: Path) -> None:
+    """Run the grids, one after the other: a later one may build on what an earlier one found."""
+    from neurocoder_lab.run import finished
+    from neurocoder_lab.sweep import sweep
+
+    for grid in grids:
+        tried: list[tuple[dict[str, Any], float, Config]] = []
+        for place in grid.places():
+            for value in grid.values(place):
+                config = experiment.config(measure="validation", **place, **grid.fixed, **{grid.setting: value})
+                tried.append((place, value, experiment.resolve(config)))
+        outcomes = sweep(experiment, [config for _, _, config in tried], runs, workers=workers)
+        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        if failed:
+            raise LabError(f"{len(failed)} runs failed, as {experiment.label(failed[0].config)}: {failed[0].error}")
+        rows = [row for row in _known(file) if (row["experiment"], row["setting"]) != (experiment.name, grid.setting)]
+        for place in grid.places():
+            accuracy = {
+                str(value): round(finished(experiment, config, runs)["final"]["accuracy"], 2)
+                for where, value, config in tried
+                if where == place
+            }
+            rows.append({"experiment": experiment.name, "setting": grid.setting, "place": place, "accuracy": accuracy})
+        write_json(file, rows)
+
+
+def main(
+    experiment: tyro.conf.Positional[str], runs: Path = Path("runs/tuning"), workers: int = 1, out: Path = FILE
+) -> None:
+    """Choose an experiment's settings on held-out data.
+
+    Args:
+        experiment: split-mnist or split-cifar.
+        runs: folder of the runs.
+        workers: local processes, one thread each.
+        out: the file that the experiments read.
+    """
+    from neurocoder_lab import experiments
+
+    chosen = experiments.get(experiment)
+    if not chosen.grids:
+        raise LabError(f"{experiment} has nothing to tune")
+    tune(chosen, chosen.grids, runs, workers, out)
+    for row in _known(out):
+        if row["experiment"] == experiment:
+            print(row["setting"], *row["place"].values(), row["accuracy"])
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
