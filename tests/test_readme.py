@@ -17,6 +17,12 @@ def test_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert scope["fresh"][2].memory.slots == 30
 
 
+def test_the_guide_to_continual_learning_runs(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / "continual.md").read_text(), re.DOTALL)
+    exec(compile(block, "continual.md", "exec"), {})
+    assert "'forgetting'" in capsys.readouterr().out
+
+
 def test_every_file_of_the_library_is_in_the_layout():
     text = README.read_text()
     for file in (README.parent / "src").glob("*/[!_]*.py"):

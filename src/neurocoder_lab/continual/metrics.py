@@ -1,8 +1,26 @@
-"""What a stream's accuracy matrix says."""
+"""Accuracy on every task of a stream, and what the matrix of them says."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from neurocoder.trace import evaluating
+from neurocoder_lab.continual.stream import Stream
+
+ROWS = 1000  # at once
+
+
+@torch.no_grad()
+def accuracies(stream: Stream, model: nn.Module, learned: int) -> Tensor:
+    """Accuracy on the test data of each task in percent, (T,), after `learned` tasks: a row of the matrix."""
+    found, device = [], next(model.parameters()).device
+    with evaluating(model):
+        for task, (x, y) in enumerate(stream.test):
+            parts = [stream.logits(model, some.to(device), task, max(learned - 1, 0)) for some in x.split(ROWS)]
+            right = torch.cat(parts).argmax(-1).cpu() == y.cpu()
+            found.append(100 * right.float().mean())
+    return torch.stack(found)
 
 
 def summary(matrix: Tensor) -> dict[str, float]:

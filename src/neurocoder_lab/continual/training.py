@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder_lab.continual.methods import Method
-from neurocoder_lab.continual.metrics import summary
+from neurocoder_lab.continual.metrics import accuracies, summary
 from neurocoder_lab.continual.stream import Stream
 from neurocoder_lab.task import Task
-
-ROWS = 1000  # at once in an evaluation
 
 
 class Learner(Task):
@@ -58,7 +56,7 @@ class Learner(Task):
 
     def step(self, index: int) -> dict[str, Tensor]:
         if index == 0:
-            self._measure(0)
+            self.matrix[0] = accuracies(self.stream, self.model, 0)
         task = sum(index >= end for end in self.ends)
         self.learned = task + 1
         (x, y), steps = self.stream.train[task], self.epoch_steps[task]
@@ -82,23 +80,10 @@ class Learner(Task):
         shared = None if self.shared is None else partial(self.shared, task)
         self.method.finish(lambda x: self.stream.logits(self.model, x, task), x, y, shared)
 
-    @torch.no_grad()
-    def _measure(self, learned: int) -> Tensor:
-        """Fill a row of the accuracy matrix, in percent: 0 before training, t after task t."""
-        self.model.eval()
-        for task, (x, y) in enumerate(self.stream.test):
-            right = 0
-            for some_x, some_y in zip(x.split(ROWS), y.split(ROWS), strict=True):
-                some_x = some_x.to(self.accelerator.device)
-                logits = self.stream.logits(self.model, some_x, task, max(learned - 1, 0))
-                right += (logits.argmax(-1).cpu() == some_y).sum().item()
-            self.matrix[learned, task] = 100 * right / len(y)
-        self.model.train()
-        return self.matrix[learned]
-
     def evaluate(self) -> dict[str, float]:
         """Accuracy of each task, and their average over the tasks learned so far."""
-        row, learned = self._measure(self.learned), self.learned
+        learned = self.learned
+        row = self.matrix[learned] = accuracies(self.stream, self.model, learned)
         return {"accuracy": row[:learned].mean().item()} | {f"task_{i}": a.item() for i, a in enumerate(row, 1)}
 
     def conclude(self) -> dict[str, Any]:
