@@ -7,14 +7,15 @@ goes to tuned.json; the experiments take the best from there. Finished runs are 
 from __future__ import annotations
 
 import json
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from neurocoder_lab.store import LabError, write_json
-from neurocoder_lab.task import Config, Experiment, Grid
+from neurocoder_lab.store import LabError, Stopped, write_json
+from neurocoder_lab.task import Config, Experiment
 
 FILE = Path(str(files("neurocoder_lab") / "tuned.json"))
 
@@ -28,16 +29,16 @@ def best(experiment: str, setting: str, **place: Any) -> float | None:
     return None
 
 
-def _known(file: Path = FILE) -> list[dict[str, Any]]:
-    return json.loads(file.read_text()) if file.is_file() else []
+def _known() -> list[dict[str, Any]]:
+    return json.loads(FILE.read_text()) if FILE.is_file() else []
 
 
-def tune(experiment: Experiment, grids: list[Grid], runs: Path, workers: int, file: Path) -> None:
-    """Run the grids, one after the other: a later one may build on what an earlier one found."""
+def tune(experiment: Experiment, runs: Path, workers: int) -> None:
+    """Run the experiment's grids, one after the other: a later one may build on what an earlier one found."""
     from neurocoder_lab.run import finished
     from neurocoder_lab.sweep import sweep
 
-    for grid in grids:
+    for grid in experiment.grids:
         tried: list[tuple[dict[str, Any], float, Config]] = []
         for place in grid.places():
             for value in grid.values(place):
@@ -47,7 +48,7 @@ def tune(experiment: Experiment, grids: list[Grid], runs: Path, workers: int, fi
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
             raise LabError(f"{len(failed)} runs failed, as {experiment.label(failed[0].config)}: {failed[0].error}")
-        rows = [row for row in _known(file) if (row["experiment"], row["setting"]) != (experiment.name, grid.setting)]
+        rows = [row for row in _known() if (row["experiment"], row["setting"]) != (experiment.name, grid.setting)]
         for place in grid.places():
             accuracy = {
                 str(value): round(finished(experiment, config, runs)["final"]["accuracy"], 2)
@@ -55,30 +56,30 @@ def tune(experiment: Experiment, grids: list[Grid], runs: Path, workers: int, fi
                 if where == place
             }
             rows.append({"experiment": experiment.name, "setting": grid.setting, "place": place, "accuracy": accuracy})
-        write_json(file, rows)
+        write_json(FILE, rows)
 
 
-def main(
-    experiment: tyro.conf.Positional[str], runs: Path = Path("runs/tuning"), workers: int = 1, out: Path = FILE
-) -> None:
-    """Choose an experiment's settings on held-out data.
+def main(experiment: tyro.conf.Positional[str], runs: Path = Path("runs/tuning"), workers: int = 1) -> None:
+    """Choose an experiment's settings on held-out data, and write them to the package's tuned.json.
 
     Args:
         experiment: split-mnist or split-cifar.
         runs: folder of the runs.
         workers: local processes, one thread each.
-        out: the file that the experiments read.
     """
     from neurocoder_lab import experiments
 
     chosen = experiments.get(experiment)
     if not chosen.grids:
         raise LabError(f"{experiment} has nothing to tune")
-    tune(chosen, chosen.grids, runs, workers, out)
-    for row in _known(out):
+    tune(chosen, runs, workers)
+    for row in _known():
         if row["experiment"] == experiment:
             print(row["setting"], *row["place"].values(), row["accuracy"])
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    try:
+        tyro.cli(main)
+    except (LabError, Stopped) as error:
+        sys.exit(f"neurocoder: {error}")

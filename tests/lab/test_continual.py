@@ -38,6 +38,21 @@ def convolution() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.ReLU(), nn.Linear(4, 3))
 
 
+def several_rows() -> nn.Module:
+    """Each sample is three rows of two features, seen by one layer as rows of their own."""
+    rows = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.head = rows, nn.Linear(12, 3)
+
+        def forward(self, x):
+            return self.head(self.rows(x.reshape(-1, 2)).reshape(len(x), -1))
+
+    return Model()
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2))
     model[2].weight = model[0].weight
@@ -55,6 +70,8 @@ MODELS = {
     "experts": lambda: recoded(layer=nc.peers.MixtureOfExperts, experts=3, top_k=2, dispatch="dense"),
     "normalised": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3)),
     "convolution": convolution,
+    "in place": lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)),
+    "several rows a sample": several_rows,
     "memory shared by two layers": shared_memory,
     "layer called twice": called_twice,
     "weights tied": tied,

@@ -27,7 +27,7 @@ from neurocoder.trace import evaluating
 
 BATCH = 500
 FEW = 32  # samples at once where every sample has a gradient of its own
-Sums = dict[nn.Parameter, Tensor]
+Sums = dict[Tensor, Tensor]  # by parameter
 
 
 def fisher(
@@ -84,8 +84,9 @@ def _calls(layers: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, tuple,
     """Calls of the layers inside the block: each with what it was given and its output."""
     found: list[tuple[nn.Module, tuple, Tensor]] = []
 
-    def note(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+    def note(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         found.append((layer, (*args, *kwargs.values()), output))
+        return output.clone()  # what comes next may work in place
 
     hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
@@ -97,10 +98,10 @@ def _calls(layers: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, tuple,
 
 def _plan(
     model: nn.Module, outputs: Callable[[Tensor], Tensor], x: Tensor, squares: Sums
-) -> tuple[list[nn.Module], set[nn.Parameter]]:
+) -> tuple[list[nn.Module], set[Tensor]]:
     """The layers whose parameters have a closed form, and the parameters of this forward that do not.
 
-    A closed form needs rows that are samples, one call of the layer, and parameters that are its alone.
+    A closed form needs one row a sample, one call of the layer, and parameters that are its alone.
     """
     with _calls(layer for layer in model.modules() if _rule(layer)) as calls:
         loss = _loss(outputs(x), None)
@@ -110,7 +111,7 @@ def _plan(
     layers, covered = [], set()
     for layer, given, _ in calls:
         alone = all(owners[p] == holders[p] == 1 for p in _owned(layer))
-        if times[layer] == 1 and alone and len(given) == 1 and given[0].dim() == 2:
+        if times[layer] == 1 and alone and len(given) == 1 and given[0].shape[:-1] == (1,):
             layers.append(layer)
             covered |= {*_owned(layer)}
     gradients = torch.autograd.grad(loss, [*squares], allow_unused=True)
@@ -143,7 +144,7 @@ def _sample_by_sample(
     outputs: Callable[[Tensor], Tensor],
     x: Tensor,
     y: Tensor | None,
-    parameters: list[nn.Parameter],
+    parameters: list[Tensor],
     squares: Sums,
 ) -> None:
     """Add the squared gradients of the parameters, one gradient a sample."""
@@ -181,7 +182,7 @@ class _Wrapped(nn.Module):
         return self.outputs[0](x)
 
 
-Rule = Callable[[Any, Tensor, Tensor], dict[nn.Parameter, Tensor]]
+Rule = Callable[[Any, Tensor, Tensor], Sums]
 
 
 def _rule(layer: nn.Module) -> Rule | None:
@@ -190,13 +191,13 @@ def _rule(layer: nn.Module) -> Rule | None:
         return _linear
     if type(layer) is nc.peers.StoredProgramMemory:
         return _stored
-    plain = type(layer) is nc.Linear and isinstance(layer.controller, LinearController) and layer.base is None
-    if plain and layer.residual is None and layer.memory.gate_weight is None:
-        return _program
+    if type(layer) is nc.Linear and isinstance(layer.controller, LinearController):
+        extras = (layer.base, layer.residual, layer.memory.gate_weight)
+        return _program if all(extra is None for extra in extras) else None
     return None
 
 
-def _owned(layer: nn.Module) -> list[nn.Parameter]:
+def _owned(layer: nn.Module) -> list[Tensor]:
     """The parameters that a layer's rule speaks of."""
     if type(layer) is nc.peers.StoredProgramMemory:
         return [layer.key, *layer.programs.parameters()]  # the query is a Linear of its own
@@ -208,26 +209,26 @@ def _squares(g_NO: Tensor, x_NI: Tensor) -> Tensor:
     return g_NO.square().t() @ x_NI.square()
 
 
-def _linear(layer: nn.Linear, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter, Tensor]:
-    found = {layer.weight: _squares(g_NO, x_NI)}
+def _linear(layer: nn.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
+    found: Sums = {layer.weight: _squares(g_NO, x_NI)}
     if layer.bias is not None:
         found[layer.bias] = g_NO.square().sum(0)
     return found
 
 
-def _stored(layer: nc.peers.StoredProgramMemory, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter, Tensor]:
+def _stored(layer: nc.peers.StoredProgramMemory, x_NI: Tensor, g_NO: Tensor) -> Sums:
     """A program's gradient is its weight times that of a Linear; keys are few, so each sample gets its own."""
     key_NPK = layer.key.detach().expand(len(x_NI), -1, -1).clone().requires_grad_()
     weight_NP = vmap(lambda x_I, key_PK: layer.attend(x_I[None], key_PK)[0])(x_NI, key_NPK)
     said_NPO = torch.stack([program(x_NI) for program in layer.programs], 1).detach()
     (each_NPK,) = torch.autograd.grad(weight_NP, key_NPK, torch.einsum("npo,no->np", said_NPO, g_NO))
-    found: dict[nn.Parameter, Tensor] = {layer.key: each_NPK.square().sum(0)}
+    found: Sums = {layer.key: each_NPK.square().sum(0)}
     for weight_N1, program in zip(weight_NP.detach().split(1, 1), layer.programs, strict=True):
         found |= _linear(program, x_NI, weight_N1 * g_NO)
     return found
 
 
-def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter, Tensor]:
+def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
     """A program layer without recurrence: products with the input, and keys that depend on the memories.
 
     A slot's vector m_p enters twice, as itself and by its key W m_p + b: its gradient is an outer product and a part of
@@ -251,7 +252,7 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> dict[nn.Parameter,
 
     part_NP = vmap(compose)(*leaves) * layer.gain
     dq_NX, dk_NMPK, dread_NP, dvalues_NP = torch.autograd.grad(part_NP, leaves, g_NO @ memory.right.detach().t())
-    found: dict[nn.Parameter, Tensor] = {
+    found: Sums = {
         controller.weight: _squares(dq_NX, x_NI),
         controller.bias: dq_NX.square().sum(0),
     }

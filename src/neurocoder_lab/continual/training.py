@@ -48,7 +48,7 @@ class Learner(Task):
 
     def attach(self, accelerator: Accelerator) -> None:
         # other tasks' heads have no gradient
-        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
         super().attach(accelerator)
 
     def due(self, step: int) -> bool:
