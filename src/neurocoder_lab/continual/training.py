@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +16,41 @@ from torch.nn import functional as F
 
 from neurocoder_lab.continual.methods import Method
 from neurocoder_lab.continual.metrics import accuracies, summary
-from neurocoder_lab.continual.stream import Stream
-from neurocoder_lab.task import Task
+from neurocoder_lab.continual.stream import Labelled, Stream
+from neurocoder_lab.data import Images
+from neurocoder_lab.features import Features
+from neurocoder_lab.store import LabError
+from neurocoder_lab.task import Config, Task
+
+
+@dataclass(frozen=True)
+class StreamConfig(Config):
+    """Settings that every stream has."""
+
+    penalty: float | None = None
+    """Strength of the method's penalty itself, for tuning."""
+    epochs: int | None = None
+    """Passes over each task."""
+    examples: int | None = None
+    """Training examples of all tasks; all of them by default."""
+    measure: Literal["test", "validation"] = "test"
+    """validation: measure on every tenth training example, and do not train on those."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("epochs", "examples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LabError(f"{name} must be at least 1, got {value}")
+        if self.penalty is not None and not self.penalty >= 0:
+            raise LabError(f"penalty must not be negative, got {self.penalty}")
+
+    def parts(self, data: Images | Features) -> tuple[Labelled, Labelled]:
+        """What to train on and what to measure on."""
+        (x, y), test = data.train, data.validation
+        if self.measure == "test":
+            (x, y), test = (torch.cat((x, test[0])), torch.cat((y, test[1]))), data.test
+        return (x[: self.examples], y[: self.examples]), test
 
 
 class Learner(Task):

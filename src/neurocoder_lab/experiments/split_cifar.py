@@ -19,13 +19,12 @@ from torch import Tensor, nn
 import neurocoder as nc
 from neurocoder_lab import figures
 from neurocoder_lab.continual import MultiHead, make, split
-from neurocoder_lab.continual.stream import Labelled
-from neurocoder_lab.continual.training import Learner
+from neurocoder_lab.continual.training import Learner, StreamConfig
 from neurocoder_lab.features import Backbone, features
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, spread
 from neurocoder_lab.store import LabError
-from neurocoder_lab.task import Config, Experiment, Grid
+from neurocoder_lab.task import Experiment, Grid
 from neurocoder_lab.tuning import best
 
 Dataset = Literal["cifar10", "cifar100"]
@@ -50,12 +49,10 @@ ORTHOGONAL = {"neurocoder": 10.0, "neurocoder-a0.1": 0.1}
 # what is tried on held-out data, the same for both heads; a = 0.1 takes what was chosen for a = 10
 RATES = (0.0001, 0.0003, 0.001)
 GRID = (10.0, 100.0, 1000.0, 10_000.0)
-# what the paper's text says of Fig 8, final accuracy in %
-PAPER = {("cifar10", "none"): "55, 70", ("cifar10", "si"): "just above 70, above 80"}
 
 
 @dataclass(frozen=True)
-class SplitCifar(Config):
+class SplitCifar(StreamConfig):
     """Tasks of CIFAR classes, one after the other, on features of a frozen backbone."""
 
     dataset: Dataset = "cifar10"
@@ -64,29 +61,12 @@ class SplitCifar(Config):
     """The 3-layer MLP on the features: plain, or every layer re-coded, with much or little orthogonal loss."""
     method: Method = "none"
     """Plain training with Adam, or with synaptic intelligence."""
-    penalty: float | None = None
-    """Strength of SI; by default as tuned on held-out training data."""
     rate: float | None = None
     """Learning rate of Adam; by default as tuned on held-out training data."""
-    epochs: int | None = None
-    """Passes over each task."""
-    examples: int | None = None
-    """Training examples of all tasks; all of them by default."""
-    measure: Literal["test", "validation"] = "test"
-    """validation: measure on every tenth training example, and do not train on those."""
     backbone: Backbone = "efficientnet-lite0"
     """The frozen network; resnet18 needs weights."""
     weights: str = ""
     """A safetensors file with weights of the backbone, named as torchvision's; by default those of the package."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("epochs", "examples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be at least 1, got {value}")
-        if self.penalty is not None and not self.penalty >= 0:
-            raise LabError(f"penalty must not be negative, got {self.penalty}")
 
 
 def fill(config: SplitCifar) -> dict[str, Any]:
@@ -111,16 +91,9 @@ def start(config: SplitCifar) -> Learner:
     if config.rate is None or config.penalty is None:
         raise LabError("this is not tuned yet: python -m neurocoder_lab.tuning split-cifar")
     found = features(config.dataset, config.backbone, config.weights)
-    train, test = found.train, found.validation
-    if config.measure == "test":
-        train, test = (torch.cat((train[0], test[0])), torch.cat((train[1], test[1]))), found.test
-    train = (train[0][: config.examples], train[1][: config.examples])
-
-    def whole(part: Labelled) -> Labelled:
-        return part[0].float(), part[1]
-
-    stream = split(whole(train), whole(test), TASKS[config.dataset], "task")
-    model = build(config.model, config.dataset, train[0].shape[1])
+    (train_x, train_y), (test_x, test_y) = config.parts(found)
+    stream = split((train_x.float(), train_y), (test_x.float(), test_y), TASKS[config.dataset], "task")
+    model = build(config.model, config.dataset, train_x.shape[1])
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, fused=True)
     method = make("si" if config.method == "si" else "adam", model, config.penalty)
     a = ORTHOGONAL.get(config.model)

@@ -24,11 +24,11 @@ from neurocoder_lab.claims import published
 from neurocoder_lab.continual import MultiHead, make, split
 from neurocoder_lab.continual.methods import Name as Method
 from neurocoder_lab.continual.stream import SCENARIOS, Labelled, Scenario
-from neurocoder_lab.continual.training import Learner
+from neurocoder_lab.continual.training import Learner, StreamConfig
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.store import LabError
-from neurocoder_lab.task import Config, Experiment, Grid
+from neurocoder_lab.task import Experiment, Grid
 from neurocoder_lab.tuning import best
 
 Model = Literal["mlp", "nsm", "neurocoder"]
@@ -72,7 +72,7 @@ LOGS: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
 
 
 @dataclass(frozen=True)
-class SplitMnist(Config):
+class SplitMnist(StreamConfig):
     """Five two-way digit tasks, one after the other."""
 
     model: Model = "neurocoder"
@@ -85,23 +85,6 @@ class SplitMnist(Config):
     """Width of the hidden layers: 256 as in the paper's table of sizes, 400 as in the authors' logs."""
     strength: Literal["benchmark", "tuned"] = "benchmark"
     """Strength of the penalty: as in the benchmark, or as tuned on held-out training data for each model."""
-    penalty: float | None = None
-    """The strength itself, for tuning."""
-    epochs: int | None = None
-    """Passes over each task."""
-    examples: int | None = None
-    """Training examples of all tasks; all of them by default."""
-    measure: Literal["test", "validation"] = "test"
-    """validation: measure on every tenth training example, and do not train on those."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("epochs", "examples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be at least 1, got {value}")
-        if self.penalty is not None and not self.penalty >= 0:
-            raise LabError(f"penalty must not be negative, got {self.penalty}")
 
 
 def fill(config: SplitMnist) -> dict[str, Any]:
@@ -136,12 +119,7 @@ def start(config: SplitMnist) -> Learner:
     if config.penalty is None:
         raise LabError("the benchmark's strengths are for the task and domain scenarios: use --strength tuned")
     digits = data.images("mnist")
-    if config.measure == "test":
-        train = tuple(torch.cat(pair) for pair in zip(digits.train, digits.validation, strict=True))
-        test = digits.test
-    else:
-        train, test = digits.train, digits.validation
-    train = (train[0][: config.examples], train[1][: config.examples])
+    train, test = config.parts(digits)
     stream = split(prepare(train), prepare(test), TASKS, config.scenario)
     model = build(config.model, config.scenario, config.hidden)
     rate = RATES.get(config.method, 0.001)
