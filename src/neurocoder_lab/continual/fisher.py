@@ -35,44 +35,25 @@ def fisher(
     x: Tensor,
     outputs: Callable[[Tensor], Tensor] | None = None,
     y: Tensor | None = None,
-    shared: Callable[[], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """For each parameter that is trained, the mean over x of the squared gradient of -log p(label | x).
 
     Args:
         outputs: from inputs to logits, through the model's layers; by default the model itself.
         y: true labels, for the empirical Fisher; by default the label the model finds most likely.
-        shared: a loss that no sample changes; it is part of every sample's gradient.
     """
     outputs = model if outputs is None else outputs
     if not len(x):
         raise ValueError("the Fisher information needs at least one sample")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     squares = {p: torch.zeros_like(p) for p in parameters.values()}
-    means = {p: torch.zeros_like(p) for p in parameters.values()}
     with evaluating(model), torch.enable_grad():
-        constant = _constant(shared, squares)
         layers, rest = _plan(model, outputs, x[:1], squares)
-        for rows in torch.arange(len(x), device=x.device).split(BATCH) if layers or constant else ():
-            _closed(layers, outputs, x[rows], None if y is None else y[rows], squares, means if constant else {})
+        for rows in torch.arange(len(x), device=x.device).split(BATCH) if layers else ():
+            _closed(layers, outputs, x[rows], None if y is None else y[rows], squares)
         if rest:
             _sample_by_sample(model, outputs, x, y, [*rest], squares)
-    found = {}
-    for name, p in parameters.items():
-        squared = squares[p] / len(x)
-        if p in constant:  # mean (g_n + c)^2 = mean g_n^2 + 2 c mean g_n + c^2
-            squared = squared + 2 * constant[p] * means[p] / len(x) + constant[p].square()
-        found[name] = squared.clamp_min(0)  # below zero by rounding alone
-    return found
-
-
-def _constant(shared: Callable[[], Tensor] | None, squares: Sums) -> Sums:
-    """The gradient of the shared loss, for the parameters it depends on."""
-    loss = None if shared is None else shared()
-    if loss is None or not loss.requires_grad:
-        return {}
-    found = torch.autograd.grad(loss, [*squares], allow_unused=True)
-    return {p: g for p, g in zip(squares, found, strict=True) if g is not None}
+    return {name: (squares[p] / len(x)).clamp_min(0) for name, p in parameters.items()}  # below zero by rounding alone
 
 
 def _loss(logits: Tensor, y: Tensor | None) -> Tensor:
@@ -124,19 +105,15 @@ def _closed(
     x: Tensor,
     y: Tensor | None,
     squares: Sums,
-    means: Sums,
 ) -> None:
-    """Add the squared gradients of the layers' parameters, and plain gradients to `means`."""
+    """Add the squared gradients of the layers' parameters."""
     with _calls(layers) as calls:
         loss = _loss(outputs(x), y)
-    found = torch.autograd.grad(loss, [output for _, _, output in calls] + [*means], allow_unused=True)
-    for (layer, (given,), _), g in zip(calls, found, strict=False):
+    found = torch.autograd.grad(loss, [output for _, _, output in calls], allow_unused=True)
+    for (layer, (given,), _), g in zip(calls, found, strict=True):
         for p, squared in _rule(layer)(layer, given.detach(), g).items() if g is not None else ():
             if p in squares:
                 squares[p] += squared.view_as(p)
-    for p, g in zip(means, found[len(calls) :], strict=True):
-        if g is not None:
-            means[p] += g
 
 
 def _sample_by_sample(

@@ -16,7 +16,6 @@ from neurocoder_lab.continual.fisher import fisher
 
 Name = Literal["adam", "adagrad", "l2", "si", "ewc", "oewc"]
 Outputs = Callable[[Tensor], Tensor]
-Shared = Callable[[], Tensor]
 
 
 class Method:
@@ -30,13 +29,12 @@ class Method:
         """In place of `optimiser.step()`, after the backward of the task's own loss."""
         optimiser.step()
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor, shared: Shared | None = None) -> None:
+    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
         """A task has been learned.
 
         Args:
             outputs: gives its logits.
             x, y: its training data.
-            shared: a loss that no sample changes and every batch had, such as an orthogonal loss.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -94,7 +92,7 @@ class Anchored(Method):
 class L2(Anchored):
     """Stay near the weights of the last task, all equally."""
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor, shared: Shared | None = None) -> None:
+    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
         self.anchor = self._weights()
         self.importance = {name: torch.ones_like(p) for name, p in self.anchor.items()}
 
@@ -113,8 +111,8 @@ class EWC(Anchored):
         super().__init__(model, strength)
         self.empirical = empirical
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor, shared: Shared | None = None) -> None:
-        found = fisher(self.model, x, outputs, y if self.empirical else None, shared)
+    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+        found = fisher(self.model, x, outputs, y if self.empirical else None)
         weights = self._weights()
         for name, new in found.items():
             old = self.importance.get(name)
@@ -156,7 +154,7 @@ class SI(Anchored):
         for name, (weights, gradient) in before.items():
             self.path[name].addcmul_(gradient, self.parameters[name].detach() - weights, value=-1)
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor, shared: Shared | None = None) -> None:
+    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
         weights = self._weights()
         for name, path in self.path.items():
             gained = path / ((weights[name] - self.start[name]).square() + self.damping)

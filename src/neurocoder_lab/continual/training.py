@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -59,7 +58,7 @@ class Learner(Task):
     Args:
         epochs: passes over each task's training data.
         batch: rows a step; the last of an epoch may have fewer.
-        shared: from a task to a loss that is added to that of its every batch, such as an orthogonal loss.
+        extra: from a task to a loss that is added to that of its every batch, such as an orthogonal loss.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class Learner(Task):
         method: Method,
         epochs: int,
         batch: int,
-        shared: Callable[[int], Tensor] | None = None,
+        extra: Callable[[int], Tensor] | None = None,
     ):
-        self.stream, self.method, self.batch, self.shared = stream, method, batch, shared
+        self.stream, self.method, self.batch, self.extra = stream, method, batch, extra
         self.epoch_steps = [-(-len(y) // batch) for _, y in stream.train]
         self.ends = [*accumulate(steps * epochs for steps in self.epoch_steps)]
         super().__init__(model, optimiser, self.ends[-1], evaluate_every=max(self.ends[-1] // 50, 1))
@@ -102,7 +101,7 @@ class Learner(Task):
         x, y = self.share(x[rows], y[rows])
         loss = F.cross_entropy(self.stream.logits(self.network, x, task), y)
         self.optimiser.zero_grad()
-        self.accelerator.backward(loss if self.shared is None else loss + self.shared(task))
+        self.accelerator.backward(loss if self.extra is None else loss + self.extra(task))
         self.accelerator.unscale_gradients(self.optimiser)
         self.method.step(self.optimiser)
         if index + 1 == self.ends[task] and task + 1 < len(self.stream):
@@ -111,8 +110,7 @@ class Learner(Task):
 
     def _finish(self, task: int) -> None:
         x, y = (tensor.to(self.accelerator.device) for tensor in self.stream.train[task])
-        shared = None if self.shared is None else partial(self.shared, task)
-        self.method.finish(lambda x: self.stream.logits(self.model, x, task), x, y, shared)
+        self.method.finish(lambda x: self.stream.logits(self.model, x, task), x, y)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy of each task, and their average over the tasks learned so far."""

@@ -135,8 +135,8 @@ def start(config: SplitMnist) -> Learner:
             return ORTHOGONAL * (nc.orthogonality(model.body) + nc.orthogonality(model.heads[task]))
         return ORTHOGONAL * nc.orthogonality(model)
 
-    shared = orthogonal if config.model == "neurocoder" else None
-    learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, shared)
+    extra = orthogonal if config.model == "neurocoder" else None
+    learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, extra)
     learner.fingerprint = digits.fingerprint
     return learner
 
