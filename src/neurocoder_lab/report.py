@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -21,13 +22,21 @@ def _of_one_budget(runs: Runs) -> Runs:
     return max((runs.where(budget=budget) for budget in claims.BUDGETS), key=len)
 
 
-def _axes(experiment: Experiment, runs: Runs) -> str:
-    """The options that restrict a sweep to what was run."""
-    words = ""
-    for name, values in experiment.axes.items():
-        ran = [value for value in values if runs.where(**{name: value})]
-        words += f" --{name} {' '.join(ran)}" if len(ran) < len(values) else ""
-    return words
+def _commands(experiment: Experiment, runs: Runs) -> list[str]:
+    """The sweeps that make these runs: one for each place on the axes of which a sweep takes one value by default."""
+    single = [name for name, values in experiment.main.items() if len(values) == 1]
+    found = []
+    for place in product(*(experiment.axes[name] for name in single)):
+        mine = runs.where(**dict(zip(single, place, strict=True)))
+        if not mine:
+            continue
+        seeds = len({run["config"]["seed"] for run in mine})
+        words = f"neurocoder sweep {experiment.name} --budget {mine[0]['config']['budget']} --seeds {seeds}"
+        for name, values in experiment.axes.items():
+            ran = tuple(value for value in values if mine.where(**{name: value}))
+            words += f" --{name} {' '.join(map(str, ran))}" if ran != experiment.main.get(name, values) else ""
+        found.append(words)
+    return found
 
 
 def write(folder: Path, out: Path) -> Path:
@@ -47,8 +56,7 @@ def write(folder: Path, out: Path) -> Path:
                 "experiment": experiment,
                 "about": f"{len(runs)} runs, {seeds} seeds, budget {budget}, {hours:.1f} core hours, "
                 f"commit {', '.join(commits)}, torch {runs[0]['environment']['versions']['torch']}",
-                "command": f"neurocoder sweep {experiment.name} --budget {budget} --seeds {seeds}"
-                + _axes(experiment, runs),
+                "commands": _commands(experiment, runs),
                 "tables": experiment.tables(runs),
                 "figures": experiment.figures(runs),
                 "claims": [claim for claim in judged if claim.experiment == experiment.name],

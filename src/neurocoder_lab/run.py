@@ -87,13 +87,14 @@ def execute(
         result = finished(experiment, config, runs, engine)
         if result is not None:
             return result
+        if (folder / "config.json").is_file():
+            _check_config(experiment, config, folder, engine)
+        set_seed(config.seed)
+        task = experiment.start(config)
         if first and not (folder / "config.json").is_file():
             content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
             write_json(folder / "config.json", content | {"engine": engine})
         accelerator.wait_for_everyone()
-        _check_config(experiment, config, folder, engine)
-        set_seed(config.seed)
-        task = experiment.start(config)
         task.attach(accelerator)
         run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
         run.resume()

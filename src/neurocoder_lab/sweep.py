@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
+import os
 import signal
-import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -87,10 +87,14 @@ def _one(job: Job) -> str | None:
     return None
 
 
-def _child(job: Job, answer: Connection) -> None:
-    """A process of its own for one job; it ends with its parent, however that dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _child(job: Job, answer: Connection, alive: Connection) -> None:
+    """A process of its own for one job; it ends with the sweep, however that dies: then `alive` is closed."""
+
+    def watch() -> None:
+        alive.poll(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
     with suppress(Stopped):  # without an answer it counts as dead, and is started again or left for the next sweep
         answer.send_bytes((_one(job) or "").encode())
 
@@ -104,12 +108,13 @@ def _on_processes(workers: int) -> Callable[[list[Job]], Iterator[tuple[Job, str
     def go(jobs: list[Job]) -> Iterator[tuple[Job, str | None]]:
         """A run whose process dies is started again, and resumes."""
         waiting, running = [(job, ATTEMPTS) for job in jobs], {}
+        alive, _held = context.Pipe(duplex=False)  # its other end is closed when this process ends
         with stopping() as asked:
             while waiting or running:
                 while waiting and len(running) < workers:
                     job, left = waiting.pop(0)
                     receiver, sender = context.Pipe(duplex=False)
-                    process = context.Process(target=_child, args=(job, sender))
+                    process = context.Process(target=_child, args=(job, sender, alive))
                     process.start()
                     sender.close()
                     running[process.sentinel] = (process, receiver, job, left - 1)

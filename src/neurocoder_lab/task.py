@@ -144,12 +144,16 @@ class Experiment:
         return replace(config, **{name: v for name, v in self.fill(config).items() if getattr(config, name) is None})
 
     def label(self, config: Config) -> str:
-        """The name of a run's folder: its place on the axes, its budget, and what differs from that."""
+        """The name of a run's folder: its place on the axes, its budget, and what differs from that.
+
+        Settings that are tuned are always in it: what they are by default changes with the tuning.
+        """
         plain, full = self.resolve(self._plain(config)), self.resolve(config)
         parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
+        tuned = {grid.setting for grid in self.grids}
         for name in (item.name for item in fields(full)):
             value = getattr(full, name)
-            if name != "seed" and value != getattr(plain, name):
+            if name in tuned or (name != "seed" and value != getattr(plain, name)):
                 parts.append(f"{name}-{value}")
         return re.sub(r"[^\w.+-]", "_", ".".join(parts))
 

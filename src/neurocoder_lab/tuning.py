@@ -44,17 +44,20 @@ def tune(experiment: Experiment, runs: Path, workers: int) -> None:
             for value in grid.values(place):
                 config = experiment.config(measure="validation", **place, **grid.fixed, **{grid.setting: value})
                 tried.append((place, value, experiment.resolve(config)))
-        outcomes = sweep(experiment, [config for _, _, config in tried], runs, workers=workers)
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
-        if failed:
-            raise LabError(f"{len(failed)} runs failed, as {experiment.label(failed[0].config)}: {failed[0].error}")
+        failed = {}
+        for outcome in sweep(experiment, [config for _, _, config in tried], runs, workers=workers):
+            if outcome.error is not None:
+                failed[outcome.config] = outcome.error
+                print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)
         rows = [row for row in _known() if (row["experiment"], row["setting"]) != (experiment.name, grid.setting)]
         for place in grid.places():
             accuracy = {
                 str(value): round(finished(experiment, config, runs)["final"]["accuracy"], 2)
                 for where, value, config in tried
-                if where == place
+                if where == place and config not in failed
             }
+            if not accuracy:
+                raise LabError(f"every run at {', '.join(map(str, place.values()))} failed")
             rows.append({"experiment": experiment.name, "setting": grid.setting, "place": place, "accuracy": accuracy})
         write_json(FILE, rows)
 

@@ -1,5 +1,7 @@
 """Continual learning: scenarios, methods against their slow twins, the Fisher of every kind of layer, metrics."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,11 +12,12 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import continual
 from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, fisher, make, split, summary
+from neurocoder_lab.store import LabError
 
 DATA = (torch.randn(40, 6), torch.arange(40) % 4)
 
 
-def plain(*sizes: int) -> nn.Sequential:
+def plain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
@@ -59,7 +62,68 @@ def tied() -> nn.Module:
     return model
 
 
+class Own(nn.Module):
+    """A forward of one's own over a layer and something else."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.inner = (forward,)
+
+    def forward(self, x):
+        return self.inner[0](self, x)
+
+
+def frozen_first() -> nn.Module:
+    model = plain()
+    model[0].requires_grad_(False)
+    return model
+
+
+def weight_norm() -> nn.Module:
+    model = plain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model[0])
+    return model
+
+
+def used_functionally() -> nn.Module:
+    return Own(lambda m, x: m.head(F.linear(m.fc(x).relu(), m.fc.weight)), fc=nn.Linear(6, 6), head=nn.Linear(6, 3))
+
+
+def a_row_for_all() -> nn.Module:
+    token = nn.Parameter(torch.randn(1, 4))
+    return Own(lambda m, x: m.head(x * m.scale(m.token)), token=token, scale=nn.Linear(4, 6), head=nn.Linear(6, 3))
+
+
+def routed_by_hand() -> nn.Module:
+    def forward(model, x):
+        y, first = torch.zeros(len(x), 3, dtype=x.dtype), x[:, 0] > 0
+        for rows, expert in ((first, model.one), (~first, model.two)):
+            if rows.any():
+                y = y.index_put((rows.nonzero()[:, 0],), expert(x[rows]))
+        return y
+
+    return Own(forward, one=nn.Linear(6, 3), two=nn.Linear(6, 3))
+
+
+def recurrent() -> nn.Module:
+    def forward(model, x):
+        return model.head(model.gru(x.view(len(x), 3, 2))[0][:, -1])
+
+    return Own(forward, gru=nn.GRU(2, 4, batch_first=True), head=nn.Linear(4, 3))
+
+
 MODELS = {
+    "first layer frozen": frozen_first,
+    "weight norm": weight_norm,
+    "weight used functionally": used_functionally,
+    "one row for all samples": a_row_for_all,
+    "routed by hand": routed_by_hand,
+    "recurrent": recurrent,
+    "experts, sparse": lambda: recoded(layer=nc.peers.MixtureOfExperts, experts=3, top_k=1),
     "plain": plain,
     "program": lambda: recoded(slots=4, heads=2, key_dim=3),
     "program, authors": lambda: recoded(slots=4, heads=2, key_dim=3, compat="authors"),
@@ -127,6 +191,22 @@ def test_heads_of_other_tasks_have_no_information_and_frozen_weights_none():
     close(found, slow_fisher(model, x, lambda x: model(x, 1)))
     with pytest.raises(ValueError, match="at least one sample"):
         fisher(model, x[:0])
+    with pytest.raises(ValueError, match="no parameter that is trained"):
+        fisher(model.requires_grad_(False), x, lambda x: model(x, 1))
+
+
+def test_the_fisher_under_autocast_is_nearly_that_without():
+    torch.manual_seed(0)
+    model, x = recoded(slots=4, heads=2), torch.randn(20, 6)
+
+    def half(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    exact, found = fisher(model, x), fisher(model, x, half)
+    assert all(p.dtype == torch.float32 for p in found.values())
+    for name, wanted in exact.items():
+        assert (found[name] - wanted).abs().max() < 0.3 * wanted.max(), name
 
 
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 6), classes=st.integers(2, 4))
@@ -272,6 +352,35 @@ def test_state_goes_on_where_it_was(name):
         assert torch.equal(p, q)
 
 
+def test_states_are_copies_and_foreign_ones_refused():
+    torch.manual_seed(0)
+    model = plain().double()
+    method = make("si", model, 3.0)
+    train(model, method, tasks(1))
+    state = method.state()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    train(model, method, tasks(2)[1:])
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+    with pytest.raises(ValueError, match="not of a EWC of this model"):
+        EWC(model, 1.0).load_state(state)
+    with pytest.raises(ValueError, match="is not of a SI"):
+        method.load_state({"path.0.weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match="is not of a SI"):
+        method.load_state({"parameters.0.weight": torch.zeros(5, 6)})
+    method.load_state(state)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in method.state().items())
+
+
+def test_a_network_with_nan_has_no_accuracy():
+    stream = split(DATA, DATA, [[0, 1], [2, 3]], "domain")
+    network = nn.Linear(6, 2)
+    assert continual.accuracies(stream, network, 0).shape == (2,)
+    with torch.no_grad():
+        network.weight.fill_(float("nan"))
+    with pytest.raises(LabError, match="not finite"):
+        continual.accuracies(stream, network, 0)
+
+
 def test_a_head_of_another_task_stays_put():
     torch.manual_seed(0)
     model = MultiHead(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), [nn.Linear(5, 2), nn.Linear(5, 2)])
@@ -327,6 +436,14 @@ def test_streams_refuse_what_makes_no_sense():
         split(DATA, DATA, [[0, 1]], "tasks")
     with pytest.raises(ValueError, match=r"labels outside of 0 \.\. 1"):
         continual.Stream("domain", (DATA,), (DATA,), (2,))
+    with pytest.raises(ValueError, match="whole labels"):
+        split((DATA[0], DATA[1].float()), DATA, [[0, 1]], "task")
+    with pytest.raises(ValueError, match="40 inputs and 39 labels"):
+        split((DATA[0], DATA[1][1:]), DATA, [[0, 1]], "task")
+    with pytest.raises(ValueError, match="0 inputs and 0 labels"):
+        split(DATA, (DATA[0][:0], DATA[1][:0]), [[0, 1]], "task")
+    bytes_ = (DATA[0], DATA[1].to(torch.uint8))
+    assert torch.equal(split(bytes_, bytes_, [[2, 3]], "task").train[0][0], DATA[0][DATA[1] >= 2])
     with pytest.raises(ValueError, match="same tasks"):
         continual.Stream("domain", (DATA,), (), (4,))
 

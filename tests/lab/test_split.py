@@ -58,9 +58,15 @@ def test_killed_in_the_third_task_it_ends_with_the_same_matrix(tmp_path, model, 
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command(config, killed, sys.executable), "--checkpoint-seconds", "0"])
     log = folder_of(EXPERIMENT, config, killed) / "metrics.jsonl"
+
+    def newest() -> int:
+        return max(int(file.stem.removeprefix("step-")) for file in (log.parent / "checkpoints").glob("step-*"))
+
     while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 2):
         time.sleep(0.01)
-    time.sleep(0.05)
+    begun = newest()
+    while process.poll() is None and newest() < begun + 2:
+        time.sleep(0.005)
     process.kill()
     process.wait()
     assert len(log.read_text().splitlines()) == 2, "it was to be killed in the third task"
@@ -101,7 +107,7 @@ def test_sizes_are_the_papers():
 
 
 def test_split_cifar_runs_on_features(tmp_path):
-    config = SplitCifar(budget="smoke", method="si", model="plain")
+    config = SplitCifar(budget="smoke", method="si", model="plain", rate=0.001, penalty=100.0)
     found = execute(split_cifar.EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert len(found["matrix"]) == 6
     assert main(["run", "split-cifar", "--budget", "smoke", "--runs", str(tmp_path)]) == 0
@@ -121,8 +127,13 @@ def test_split_cifar_runs_on_features(tmp_path):
         (["split-mnist", "--epochs", "0"], "epochs must be at least 1"),
         (["split-mnist", "--method", "ewc", "--penalty", "-1"], "penalty must not be negative"),
         (["split-mnist", "--method", "ewc", "--scenario", "class"], "use --strength tuned"),
+        (["split-mnist", "--method", "adam", "--penalty", "3"], "adam has no penalty"),
+        (["split-mnist", "--examples", "3"], "--examples 3 are too few"),
+        (["split-cifar", "--weights", "some"], "no other backbone does"),
+        (["split-cifar", "--rate", "0"], "rate must be positive"),
         (["split-cifar", "--backbone", "resnet18"], "resnet18 needs --weights"),
         (["split-cifar", "--backbone", "resnet18", "--weights", "nowhere"], "nowhere cannot be read"),
+        (["split-cifar", "--penalty", "3"], "no penalty"),
         (["split-cifr"], "did you mean split-cifar"),
     ],
 )

@@ -10,6 +10,7 @@ Shapes: N samples, I in, O out, P slots or programs, K key, X queries, M the thr
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,13 +47,17 @@ def fisher(
     if not len(x):
         raise ValueError("the Fisher information needs at least one sample")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    squares = {p: torch.zeros_like(p) for p in parameters.values()}
+    if not parameters:
+        raise ValueError("the model has no parameter that is trained")
+    squares: Sums = {p: torch.zeros_like(p) for p in parameters.values()}
     with evaluating(model), torch.enable_grad():
-        layers, rest = _plan(model, outputs, x[:1], squares)
-        for rows in torch.arange(len(x), device=x.device).split(BATCH) if layers else ():
-            _closed(layers, outputs, x[rows], None if y is None else y[rows], squares)
+        layers = _plan(model, outputs, x, squares)
+        covered = {p for layer in layers for p in _owned(layer)}
+        others, rest = [p for p in squares if p not in covered], set()
+        for rows in torch.arange(len(x), device=x.device).split(BATCH):
+            rest |= _closed(layers, outputs, x[rows], None if y is None else y[rows], squares, others)
         if rest:
-            _sample_by_sample(model, outputs, x, y, [*rest], squares)
+            _sample_by_sample(model, outputs, x, y, [p for p in others if p in rest], squares)
     return {name: (squares[p] / len(x)).clamp_min(0) for name, p in parameters.items()}  # below zero by rounding alone
 
 
@@ -77,26 +82,35 @@ def _calls(layers: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, tuple,
             hook.remove()
 
 
-def _plan(
-    model: nn.Module, outputs: Callable[[Tensor], Tensor], x: Tensor, squares: Sums
-) -> tuple[list[nn.Module], set[Tensor]]:
-    """The layers whose parameters have a closed form, and the parameters of this forward that do not.
+def _plan(model: nn.Module, outputs: Callable[[Tensor], Tensor], x: Tensor, squares: Sums) -> list[nn.Module]:
+    """The layers whose parameters have a closed form.
 
-    A closed form needs one row a sample, one call of the layer, and parameters that are its alone.
+    It needs one row a sample, one call of the layer, and parameters that are its alone. What else a model may do with
+    a layer's parameters shows in a trial: for one sample, the closed form must be the gradient squared.
     """
     with _calls(layer for layer in model.modules() if _rule(layer)) as calls:
-        loss = _loss(outputs(x), None)
+        outputs(x[:2])
     times = Counter(layer for layer, _, _ in calls)
     holders = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     owners = Counter(p for layer in times for p in _owned(layer))
-    layers, covered = [], set()
-    for layer, given, _ in calls:
+    fit = []
+    for layer, given, output in calls:
         alone = all(owners[p] == holders[p] == 1 for p in _owned(layer))
-        if times[layer] == 1 and alone and len(given) == 1 and given[0].shape[:-1] == (1,):
-            layers.append(layer)
-            covered |= {*_owned(layer)}
-    gradients = torch.autograd.grad(loss, [*squares], allow_unused=True)
-    return layers, {p for p, g in zip(squares, gradients, strict=True) if g is not None and p not in covered}
+        rows = len(given) == 1 and given[0].shape[:-1] == (len(x[:2]),)
+        if times[layer] == 1 and alone and rows and output.requires_grad and any(p in squares for p in _owned(layer)):
+            fit.append(layer)
+    wanted = [p for layer in fit for p in _owned(layer) if p in squares]
+    if not wanted:
+        return []
+    trial: Sums = {p: torch.zeros_like(p) for p in wanted}
+    _closed(fit, outputs, x[:1], None, trial, [])
+    gradients = torch.autograd.grad(_loss(outputs(x[:1]), None), wanted, allow_unused=True)
+    known = {p: torch.zeros_like(p) if g is None else g.square() for p, g in zip(wanted, gradients, strict=True)}
+
+    def agrees(p: Tensor) -> bool:
+        return torch.allclose(trial[p], known[p], rtol=0, atol=0.03 * known[p].abs().max().item() + 1e-30)
+
+    return [layer for layer in fit if all(agrees(p) for p in _owned(layer) if p in squares)]
 
 
 def _closed(
@@ -105,15 +119,20 @@ def _closed(
     x: Tensor,
     y: Tensor | None,
     squares: Sums,
-) -> None:
-    """Add the squared gradients of the layers' parameters."""
+    others: list[Tensor],
+) -> set[Tensor]:
+    """Add the squared gradients of the layers' parameters; returns those of the other parameters that have one too."""
     with _calls(layers) as calls:
         loss = _loss(outputs(x), y)
-    found = torch.autograd.grad(loss, [output for _, _, output in calls], allow_unused=True)
-    for (layer, (given,), _), g in zip(calls, found, strict=True):
-        for p, squared in _rule(layer)(layer, given.detach(), g).items() if g is not None else ():
-            if p in squares:
-                squares[p] += squared.view_as(p)
+    wanted = [output for _, _, output in calls] + others
+    found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+    for (layer, (given,), _), g in zip(calls, found, strict=False):
+        if g is not None:
+            dtype = _owned(layer)[0].dtype  # not that of an autocast
+            for p, squared in _rule(layer)(layer, given.detach().to(dtype), g.to(dtype)).items():
+                if p in squares:
+                    squares[p] += squared.view_as(p)
+    return {p for p, g in zip(others, found[len(calls) :], strict=True) if g is not None}
 
 
 def _sample_by_sample(
@@ -124,7 +143,7 @@ def _sample_by_sample(
     parameters: list[Tensor],
     squares: Sums,
 ) -> None:
-    """Add the squared gradients of the parameters, one gradient a sample."""
+    """Add the squared gradients of the parameters, one gradient a sample: many at once where `vmap` can."""
     with torch.no_grad():
         labels = torch.cat([outputs(part).argmax(-1) for part in x.split(BATCH)]) if y is None else y
     wrapped = _Wrapped(model, outputs)
@@ -141,11 +160,25 @@ def _sample_by_sample(
         held = {name: values[i] for name, i in places}
         return F.cross_entropy(functional_call(wrapped, held, (one[None],), tie_weights=False), label[None])
 
-    each = vmap(grad(loss), in_dims=(None, 0, 0))
-    values = [p.detach() for p in parameters]
-    for rows in torch.arange(len(x), device=x.device).split(FEW):
-        for p, gradients in zip(parameters, each(values, x[rows], labels[rows]), strict=True):
-            squares[p] += gradients.detach().square().sum(0)
+    each, values = vmap(grad(loss), in_dims=(None, 0, 0)), [p.detach() for p in parameters]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            each(values, x[:1], labels[:1])
+        size = FEW
+    except RuntimeError:  # recurrent layers, or a choice that depends on the data
+        size = 1
+    for rows in torch.arange(len(x), device=x.device).split(size):
+        if size == FEW:
+            gradients = each(values, x[rows], labels[rows])
+        else:
+            alone = _loss(outputs(x[rows]), labels[rows])
+            gradients = [
+                torch.zeros_like(p)[None] if g is None else g[None]
+                for p, g in zip(parameters, torch.autograd.grad(alone, parameters, allow_unused=True), strict=True)
+            ]
+        for p, g in zip(parameters, gradients, strict=True):
+            squares[p] += g.detach().square().sum(0)
 
 
 class _Wrapped(nn.Module):

@@ -79,14 +79,27 @@ class Anchored(Method):
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
+    def _tables(self) -> dict[str, dict[str, Tensor]]:
+        return {"importance": self.importance, "anchor": self.anchor}
+
     def state(self) -> dict[str, Tensor]:
-        tables = {"importance": self.importance, "anchor": self.anchor}
-        return {f"{kind}.{name}": tensor for kind, table in tables.items() for name, tensor in table.items()}
+        return {f"{kind}.{name}": t.clone() for kind, table in self._tables().items() for name, t in table.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in state.items():
-            kind, _, rest = name.partition(".")
-            getattr(self, kind)[rest] = tensor.to(self.parameters[rest].device)
+        tables = self._tables()
+        for key, tensor in state.items():
+            kind, _, name = key.partition(".")
+            if kind not in tables or name not in self.parameters or tensor.shape != self.parameters[name].shape:
+                raise ValueError(
+                    f"{key} of shape {tuple(tensor.shape)} is not of a {type(self).__name__} of this model"
+                )
+        for kind, table in tables.items():
+            table.clear()
+            table |= {
+                name: state[f"{kind}.{name}"].to(p.device, copy=True)
+                for name, p in self.parameters.items()
+                if f"{kind}.{name}" in state
+            }
 
 
 class L2(Anchored):
@@ -115,21 +128,21 @@ class EWC(Anchored):
         found = fisher(self.model, x, outputs, y if self.empirical else None)
         weights = self._weights()
         for name, new in found.items():
-            old = self.importance.get(name)
-            total = new if old is None else old + new
-            self.anchor[name] = weights[name] if old is None else self._anchor(name, old, new, weights[name])
-            self.importance[name] = total
+            if name not in self.importance:
+                self.importance[name], self.anchor[name] = new, weights[name]
+                continue
+            total = self.importance[name] + new
+            share = torch.where(total > 0, new / total, torch.ones_like(total))
+            self.importance[name], self.anchor[name] = total, self._anchor(self.anchor[name], weights[name], share)
 
-    def _anchor(self, name: str, old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
-        total = old + new
-        share = torch.where(total > 0, new / total, torch.ones_like(total))  # a difference keeps equal weights equal
-        return self.anchor[name] + share * (weights - self.anchor[name])
+    def _anchor(self, old: Tensor, weights: Tensor, share: Tensor) -> Tensor:
+        return old + share * (weights - old)
 
 
 class OnlineEWC(EWC):
     """EWC with one anchor, the weights of the last task, and the sum of all Fishers (Schwarz et al. 2018, no decay)."""
 
-    def _anchor(self, name: str, old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
+    def _anchor(self, old: Tensor, weights: Tensor, share: Tensor) -> Tensor:
         return weights
 
 
@@ -151,6 +164,8 @@ class SI(Anchored):
             name: (p.detach().clone(), p.grad.clone()) for name, p in self.parameters.items() if p.grad is not None
         }
         super().step(optimiser)
+        if getattr(optimiser, "step_was_skipped", False):  # a gradient overflowed in half precision
+            return
         for name, (weights, gradient) in before.items():
             self.path[name].addcmul_(gradient, self.parameters[name].detach() - weights, value=-1)
 
@@ -162,10 +177,8 @@ class SI(Anchored):
             self.path[name] = torch.zeros_like(path)
         self.anchor, self.start = weights, {name: tensor.clone() for name, tensor in weights.items()}
 
-    def state(self) -> dict[str, Tensor]:
-        tables = {"start": self.start, "path": self.path}
-        mine = {f"{kind}.{name}": tensor for kind, table in tables.items() for name, tensor in table.items()}
-        return super().state() | mine
+    def _tables(self) -> dict[str, dict[str, Tensor]]:
+        return super()._tables() | {"start": self.start, "path": self.path}
 
 
 METHODS: dict[str, type[Anchored]] = {"l2": L2, "si": SI, "ewc": EWC, "oewc": OnlineEWC}

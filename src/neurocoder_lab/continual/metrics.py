@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from neurocoder.trace import evaluating
 from neurocoder_lab.continual.stream import Stream
+from neurocoder_lab.store import LabError
 
 ROWS = 1000  # at once
 
@@ -18,7 +19,10 @@ def accuracies(stream: Stream, model: nn.Module, learned: int) -> Tensor:
     with evaluating(model):
         for task, (x, y) in enumerate(stream.test):
             parts = [stream.logits(model, some.to(device), task, max(learned - 1, 0)) for some in x.split(ROWS)]
-            right = torch.cat(parts).argmax(-1).cpu() == y.cpu()
+            logits = torch.cat(parts).cpu()
+            if not logits.isfinite().all():
+                raise LabError(f"the network's outputs for task {task + 1} are not finite: lower the learning rate")
+            right = logits.argmax(-1) == y.cpu()
             found.append(100 * right.float().mean())
     return torch.stack(found)
 
@@ -31,7 +35,8 @@ def summary(matrix: Tensor) -> dict[str, float]:
 
     Forgetting (Chaudhry et al. 2018) is how far each task but the last fell from the best it ever had; transfer is
     that of Lopez-Paz and Ranzato (2017): backward from when a task was learned to the end, forward from the untrained
-    network to just before a task is learned.
+    network to just before a task is learned. In the class scenario an output that was not trained yet is never chosen,
+    so forward transfer says nothing there: it is 0.
     """
     tasks = matrix.shape[1]
     if matrix.shape != (tasks + 1, tasks):

@@ -41,10 +41,9 @@ class Stream:
             counts = f"{len(self.train)}, {len(self.test)} and {len(self.classes)}"
             raise ValueError(f"train, test and classes must speak of the same tasks, got {counts} of them")
         for name, parts in (("train", self.train), ("test", self.test)):
-            for task, (x, y) in enumerate(parts):
+            for task, part in enumerate(parts):
+                _, y = _checked(part, f"{name}[{task}]")
                 first, last = self._labels(task)
-                if len(x) != len(y) or not len(y):
-                    raise ValueError(f"{name}[{task}] has {len(x)} inputs and {len(y)} labels")
                 if y.min() < first or y.max() > last:
                     raise ValueError(f"{name}[{task}] has labels outside of {first} .. {last}: see `Stream.train`")
 
@@ -71,14 +70,26 @@ class Stream:
         return first, first + self.classes[task] - 1
 
 
+def _checked(data: Labelled, name: str) -> Labelled:
+    """Inputs and labels that fit each other; whole labels of any kind become long ones."""
+    x, y = data
+    if y.dim() != 1 or y.is_floating_point() or y.is_complex():
+        raise ValueError(f"{name} needs whole labels of shape (N,), got {tuple(y.shape)} of {y.dtype}")
+    if len(x) != len(y) or not len(y):
+        raise ValueError(f"{name} has {len(x)} inputs and {len(y)} labels")
+    return x, y.long()
+
+
 def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], scenario: Scenario) -> Stream:
     """Cut labelled data into tasks by class, say [[0, 1], [2, 3]]; examples of other classes are left out."""
+    train, test = _checked(train, "train"), _checked(test, "test")
     flat = [label for group in classes for label in group]
     if len({*flat}) < len(flat) or not flat or not all(len(group) for group in classes):
         raise ValueError(f"every task needs classes, and no class may be in two tasks: got {[*map(list, classes)]}")
-    missing = sorted(set(flat) - set(train[1].tolist()))
-    if missing:
-        raise ValueError(f"the training data has no example of class {missing[0]}")
+    for name, (_, y) in (("training", train), ("test", test)):
+        missing = sorted(set(flat) - set(y.tolist()))
+        if missing:
+            raise ValueError(f"the {name} data has no example of class {missing[0]}")
 
     def tasks(data: Labelled) -> tuple[Labelled, ...]:
         x, y = data

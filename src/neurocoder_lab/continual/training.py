@@ -13,9 +13,10 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import neurocoder as nc
 from neurocoder_lab.continual.methods import Method
 from neurocoder_lab.continual.metrics import accuracies, summary
-from neurocoder_lab.continual.stream import Labelled, Stream
+from neurocoder_lab.continual.stream import MultiHead, Scenario, Stream, split
 from neurocoder_lab.data import Images
 from neurocoder_lab.features import Features
 from neurocoder_lab.store import LabError
@@ -44,12 +45,32 @@ class StreamConfig(Config):
         if self.penalty is not None and not self.penalty >= 0:
             raise LabError(f"penalty must not be negative, got {self.penalty}")
 
-    def parts(self, data: Images | Features) -> tuple[Labelled, Labelled]:
-        """What to train on and what to measure on."""
-        (x, y), test = data.train, data.validation
+    def stream(
+        self,
+        data: Images | Features,
+        classes: list[list[int]],
+        scenario: Scenario,
+        prepare: Callable[[Tensor], Tensor],
+    ) -> Stream:
+        """The tasks, with what to train on and what to measure on."""
+        (x, y), (test_x, test_y) = data.train, data.validation
         if self.measure == "test":
-            (x, y), test = (torch.cat((x, test[0])), torch.cat((y, test[1]))), data.test
-        return (x[: self.examples], y[: self.examples]), test
+            x, y, (test_x, test_y) = torch.cat((x, test_x)), torch.cat((y, test_y)), data.test
+        try:
+            train = (prepare(x[: self.examples]), y[: self.examples])
+            return split(train, (prepare(test_x), test_y), classes, scenario)
+        except ValueError as error:
+            raise LabError(f"{error}: --examples {self.examples} are too few") from None
+
+
+def orthogonal(model: nn.Module, strength: float) -> Callable[[int], Tensor]:
+    """The orthogonal loss of what the forward of a task uses: heads of other tasks are left alone."""
+
+    def loss(task: int) -> Tensor:
+        parts = [model.body, model.heads[task]] if isinstance(model, MultiHead) else [model]
+        return strength * torch.stack([nc.orthogonality(part) for part in parts]).sum()
+
+    return loss
 
 
 class Learner(Task):
@@ -96,8 +117,8 @@ class Learner(Task):
         place = (index - (self.ends[task - 1] if task else 0)) % steps
         if place == 0:
             self.order = torch.randperm(len(y))
-        rows = self.order[place * self.batch : (place + 1) * self.batch]
-        rows = rows[: len(rows) - len(rows) % self.accelerator.num_processes]
+        rows, processes = self.order[place * self.batch : (place + 1) * self.batch], self.accelerator.num_processes
+        rows = rows[: len(rows) - len(rows) % processes] if len(rows) >= processes else self.order[-processes:]
         x, y = self.share(x[rows], y[rows])
         loss = F.cross_entropy(self.stream.logits(self.network, x, task), y)
         self.optimiser.zero_grad()
