@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -69,6 +71,24 @@ def test_a_killed_process_costs_nothing(tmp_path):
     assert all(outcome.error is None for outcome in outcomes)
     sweep(EXPERIMENT, chosen, tmp_path / "b")
     assert finals(tmp_path / "a", chosen) == finals(tmp_path / "b", chosen)
+
+
+def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
+    words = ["sweep", "polynomial", "--model", "linear", "--setting", "plain", "--seeds", "2", "--workers", "2"]
+    begun = subprocess.Popen([sys.executable, "-m", "neurocoder_lab", *words, "--runs", str(tmp_path)])
+    try:
+        while len([file for file in tmp_path.rglob("metrics.jsonl") if file.stat().st_size]) < 2:
+            time.sleep(0.05)
+        found = [lock.read_text() for lock in tmp_path.rglob("lock")]
+        assert begun.poll() is None
+    finally:
+        begun.kill()
+        begun.wait()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+    assert len([*tmp_path.rglob("step-*")]) == 2  # asked to stop, each wrote a checkpoint
 
 
 def test_a_ray_cluster_that_loses_a_node_finishes_with_the_same_results(tmp_path):
