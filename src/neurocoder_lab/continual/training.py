@@ -104,6 +104,7 @@ class Learner(Task):
         # other tasks' heads have no gradient
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
         super().attach(accelerator)
+        self.method.load_state(self.method.state())  # on the device to which the parameters have moved
 
     def due(self, step: int) -> bool:
         return step in self.ends
