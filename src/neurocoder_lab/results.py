@@ -94,7 +94,10 @@ def load(results: Path, name: str) -> Runs:
     file = results / f"{name}.json"
     if not file.is_file():
         return Runs()
-    content = read_json(file)
+    try:
+        content = read_json(file)
+    except LabError:
+        raise LabError(f"{file} is not whole JSON: it was cut short or edited; remove it and sweep again") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LabError(f"{file} is from another version of the laboratory")
     return Runs(content["runs"])

@@ -189,7 +189,7 @@ def test_heads_of_other_tasks_have_no_information_and_frozen_weights_none():
     assert "body.0.weight" not in found
     assert not found["heads.0.weight"].any()
     close(found, slow_fisher(model, x, lambda x: model(x, 1)))
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(ValueError, match="needs samples"):
         fisher(model, x[:0])
     with pytest.raises(ValueError, match="no parameter that is trained"):
         fisher(model.requires_grad_(False), x, lambda x: model(x, 1))
@@ -361,14 +361,68 @@ def test_states_are_copies_and_foreign_ones_refused():
     kept = {name: tensor.clone() for name, tensor in state.items()}
     train(model, method, tasks(2)[1:])
     assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
-    with pytest.raises(ValueError, match="not of a EWC of this model"):
+    with pytest.raises(ValueError, match="not in the state of the EWC"):
         EWC(model, 1.0).load_state(state)
-    with pytest.raises(ValueError, match="is not of a SI"):
-        method.load_state({"path.0.weight": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match="is not of a SI"):
-        method.load_state({"parameters.0.weight": torch.zeros(5, 6)})
+    for foreign in ({"path.0.weight": torch.zeros(2, 2)}, {"parameters.0.weight": torch.zeros(5, 6)}):
+        with pytest.raises(ValueError, match="is not in the state of the SI"):
+            method.load_state(foreign)
+    with pytest.raises(ValueError, match="every parameter's start"):
+        method.load_state({})
+    without = {name: tensor for name, tensor in state.items() if not name.startswith("anchor")}
+    with pytest.raises(ValueError, match="importance and anchor, or neither"):
+        method.load_state(without)
+    del without["importance.0.weight"]
+    with pytest.raises(ValueError, match="every parameter's importance"):
+        method.load_state(without)
     method.load_state(state)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in method.state().items())
+
+
+@pytest.mark.parametrize("name", ["l2", "si", "ewc"])
+def test_a_method_made_before_the_surgery_says_so(name):
+    model = plain()
+    method = make(name, model, 1.0)
+    nc.recode(model, "0", slots=3)
+    with pytest.raises(ValueError, match="re-code and freeze before it"):
+        method.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    method = make(name, model, 1.0)
+    with pytest.raises(ValueError, match="optimiser lacks parameters"):
+        method.step(torch.optim.SGD(plain().parameters(), lr=0.1))
+    model[2].requires_grad_(False)
+    with pytest.raises(ValueError, match="re-code and freeze before it"):
+        method.finish(model, torch.randn(3, 6), torch.zeros(3).long())
+
+
+def test_the_fisher_refuses_what_is_no_classifier():
+    model, x = plain(), torch.randn(4, 6)
+    for outputs, said in (
+        (lambda x: model(x)[:, 0], "logits"),
+        (lambda x: model(x).detach(), "without a gradient"),
+        (lambda x: model(x).argmax(-1), "logits"),
+        (plain(), "another model's"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fisher(model, x, outputs)
+    for row in (0, 3):
+        bad = x.clone()
+        bad[row] = float("nan")
+        with pytest.raises(ValueError, match="not finite"):
+            fisher(model, bad)
+
+
+def test_a_network_of_another_width_or_task_is_refused():
+    stream = split(DATA, DATA, [[0, 1], [2, 3]], "class")
+    x = DATA[0]
+    with pytest.raises(ValueError, match="must give 4 outputs"):
+        stream.logits(nn.Linear(6, 3), x, 0)
+    with pytest.raises(ValueError, match=r"tasks 0 \.\. 1"):
+        stream.logits(nn.Linear(6, 4), x, 2)
+    with pytest.raises(ValueError, match="of 2 tasks 3"):
+        continual.accuracies(stream, nn.Linear(6, 4), 3)
+    with pytest.raises(TypeError, match="as MultiHead"):
+        split(DATA, DATA, [[0, 1]], "task").logits(nn.Linear(6, 2), x, 0)
+    whole = continual.Stream("domain", ((x, DATA[1].int()),), (DATA,), (4,))
+    assert whole.train[0][1].dtype == torch.long
 
 
 def test_a_network_with_nan_has_no_accuracy():
@@ -399,10 +453,16 @@ def test_a_head_of_another_task_stays_put():
 
 
 def test_methods_refuse_what_makes_no_sense():
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="at least 0, got -1"):
         EWC(plain(), -1.0)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="at least 0, got nan"):
         SI(plain(), float("nan"))
+    with pytest.raises(ValueError, match="needs a strength"):
+        make("ewc", plain())
+    with pytest.raises(ValueError, match="has no strength"):
+        make("adam", plain(), 3.0)
+    with pytest.raises(ValueError, match="no parameter that is trained"):
+        EWC(plain().requires_grad_(False), 1.0)
     with pytest.raises(ValueError, match="one of adam, adagrad"):
         make("dropout", plain())
 
@@ -424,11 +484,11 @@ def test_the_three_scenarios_of_the_same_data():
     assert torch.equal(x, DATA[0][(DATA[1] == 2) | (DATA[1] == 3)])
     network = nn.Linear(6, 4)
     assert stream.logits(network, x, 0).shape == (20, 2)
-    assert stream.logits(network, x, 0, learned=1).shape == (20, 4)
+    assert stream.logits(network, x, 0, learned=2).shape == (20, 4)
 
 
 def test_streams_refuse_what_makes_no_sense():
-    with pytest.raises(ValueError, match="no class may be in two tasks"):
+    with pytest.raises(ValueError, match="no class may stand twice"):
         split(DATA, DATA, [[0, 1], [1, 2]], "task")
     with pytest.raises(ValueError, match="no example of class 7"):
         split(DATA, DATA, [[0, 7]], "task")

@@ -44,8 +44,8 @@ def fisher(
         y: true labels, for the empirical Fisher; by default the label the model finds most likely.
     """
     outputs = model if outputs is None else outputs
-    if not len(x):
-        raise ValueError("the Fisher information needs at least one sample")
+    if not len(x) or (y is not None and len(y) != len(x)):
+        raise ValueError(f"the Fisher information needs samples and as many labels, got {len(x)}")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("the model has no parameter that is trained")
@@ -56,12 +56,19 @@ def fisher(
         others, rest = [p for p in squares if p not in covered], set()
         for rows in torch.arange(len(x), device=x.device).split(BATCH):
             rest |= _closed(layers, outputs, x[rows], None if y is None else y[rows], squares, others)
+        if not layers and not rest:
+            raise ValueError("the outputs do not depend on the model's parameters: are they another model's?")
         if rest:
             _sample_by_sample(model, outputs, x, y, [p for p in others if p in rest], squares)
     return {name: (squares[p] / len(x)).clamp_min(0) for name, p in parameters.items()}  # below zero by rounding alone
 
 
 def _loss(logits: Tensor, y: Tensor | None) -> Tensor:
+    if logits.dim() != 2 or not logits.is_floating_point() or not logits.requires_grad:
+        told = f"shape {tuple(logits.shape)}, {logits.dtype}{'' if logits.requires_grad else ', without a gradient'}"
+        raise ValueError(f"outputs must give logits (samples, classes) through the model's layers, got {told}")
+    if not logits.isfinite().all():
+        raise ValueError("the outputs are not finite: there is NaN in x, or training diverged")
     return F.cross_entropy(logits, logits.detach().argmax(-1) if y is None else y, reduction="sum")
 
 

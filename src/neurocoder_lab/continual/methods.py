@@ -23,10 +23,31 @@ class Method:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = self._trained()
+        if not self.parameters:
+            raise ValueError("the model has no parameter that is trained")
+        self._fresh = True  # nothing was checked since the last task
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _check(self, optimiser: torch.optim.Optimizer | None = None) -> None:
+        """Raise unless the method, the model and the optimiser speak of the same parameters."""
+        kind, now = type(self).__name__, self._trained()
+        if now.keys() != self.parameters.keys() or any(now[name] is not p for name, p in self.parameters.items()):
+            raise ValueError(f"the model's parameters changed after this {kind} was made: re-code and freeze before it")
+        held = None if optimiser is None else {id(p) for group in optimiser.param_groups for p in group["params"]}
+        if held is not None and not all(id(p) in held for p in now.values()):
+            raise ValueError("the optimiser lacks parameters of the model: make it after re-coding, of this model")
 
     def step(self, optimiser: torch.optim.Optimizer) -> None:
         """In place of `optimiser.step()`, after the backward of the task's own loss."""
+        if self._fresh:
+            self._check(optimiser)
+            self._fresh = False
+        self._step(optimiser)
+
+    def _step(self, optimiser: torch.optim.Optimizer) -> None:
         optimiser.step()
 
     def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
@@ -36,6 +57,12 @@ class Method:
             outputs: gives its logits.
             x, y: its training data.
         """
+        self._check()
+        self._fresh = True
+        self._finish(outputs, x, y)
+
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+        pass
 
     def state(self) -> dict[str, Tensor]:
         """Everything a resumed stream needs, as flat tensors."""
@@ -48,10 +75,12 @@ class Method:
 class Anchored(Method):
     """What L2, EWC and SI share: an importance and an anchor for each weight, none before the first task is over."""
 
+    _late = ("importance", "anchor")  # what a state lacks before the first task is over
+
     def __init__(self, model: nn.Module, strength: float):
         super().__init__(model)
         if not strength >= 0:
-            raise ValueError(f"strength must not be negative, got {strength}")
+            raise ValueError(f"strength must be a number of at least 0, got {strength}")
         self.strength = strength
         self.importance: dict[str, Tensor] = {}
         self.anchor: dict[str, Tensor] = {}
@@ -72,7 +101,7 @@ class Anchored(Method):
             if p.grad is not None:
                 p.grad.addcmul_(self.importance[name], p - anchor, value=2 * self.strength)
 
-    def step(self, optimiser: torch.optim.Optimizer) -> None:
+    def _step(self, optimiser: torch.optim.Optimizer) -> None:
         self.pull()
         optimiser.step()
 
@@ -86,26 +115,25 @@ class Anchored(Method):
         return {f"{kind}.{name}": t.clone() for kind, table in self._tables().items() for name, t in table.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        tables = self._tables()
+        tables, mine = self._tables(), f"the state of the {type(self).__name__} of this model"
         for key, tensor in state.items():
             kind, _, name = key.partition(".")
             if kind not in tables or name not in self.parameters or tensor.shape != self.parameters[name].shape:
-                raise ValueError(
-                    f"{key} of shape {tuple(tensor.shape)} is not of a {type(self).__name__} of this model"
-                )
+                raise ValueError(f"{key} of shape {tuple(tensor.shape)} is not in {mine}")
+        given = {kind: [f"{kind}.{name}" in state for name in self.parameters] for kind in tables}
+        odd = [kind for kind, has in given.items() if any(has) != all(has) or not (any(has) or kind in self._late)]
+        if odd or given["importance"] != given["anchor"]:
+            raise ValueError(f"{mine} has every parameter's {odd[0] if odd else 'importance and anchor, or neither'}")
         for kind, table in tables.items():
             table.clear()
-            table |= {
-                name: state[f"{kind}.{name}"].to(p.device, copy=True)
-                for name, p in self.parameters.items()
-                if f"{kind}.{name}" in state
-            }
+            if any(given[kind]):
+                table |= {name: state[f"{kind}.{name}"].to(p, copy=True) for name, p in self.parameters.items()}
 
 
 class L2(Anchored):
     """Stay near the weights of the last task, all equally."""
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
         self.anchor = self._weights()
         self.importance = {name: torch.ones_like(p) for name, p in self.anchor.items()}
 
@@ -124,7 +152,7 @@ class EWC(Anchored):
         super().__init__(model, strength)
         self.empirical = empirical
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
         found = fisher(self.model, x, outputs, y if self.empirical else None)
         weights = self._weights()
         for name, new in found.items():
@@ -159,17 +187,17 @@ class SI(Anchored):
         self.start = self._weights()
         self.path = {name: torch.zeros_like(p) for name, p in self.start.items()}
 
-    def step(self, optimiser: torch.optim.Optimizer) -> None:
+    def _step(self, optimiser: torch.optim.Optimizer) -> None:
         before = {
             name: (p.detach().clone(), p.grad.clone()) for name, p in self.parameters.items() if p.grad is not None
         }
-        super().step(optimiser)
+        super()._step(optimiser)
         if getattr(optimiser, "step_was_skipped", False):  # a gradient overflowed in half precision
             return
         for name, (weights, gradient) in before.items():
             self.path[name].addcmul_(gradient, self.parameters[name].detach() - weights, value=-1)
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
         weights = self._weights()
         for name, path in self.path.items():
             gained = path / ((weights[name] - self.start[name]).square() + self.damping)
@@ -184,10 +212,10 @@ class SI(Anchored):
 METHODS: dict[str, type[Anchored]] = {"l2": L2, "si": SI, "ewc": EWC, "oewc": OnlineEWC}
 
 
-def make(name: Name, model: nn.Module, strength: float = 0.0) -> Method:
-    """The method of that name; adam and adagrad are plain training with that optimiser."""
-    if name in ("adam", "adagrad"):
-        return Method(model)
-    if name not in METHODS:
+def make(name: Name, model: nn.Module, strength: float | None = None) -> Method:
+    """The method of that name; adam and adagrad are plain training with that optimiser, and have no strength."""
+    if name not in Name.__args__:
         raise ValueError(f"method must be one of {', '.join(Name.__args__)}, got {name!r}")
-    return METHODS[name](model, strength)
+    if (name in METHODS) != (strength is not None):
+        raise ValueError(f"{name} {'needs a' if name in METHODS else 'has no'} strength, got {strength}")
+    return Method(model) if strength is None else METHODS[name](model, strength)

@@ -15,13 +15,17 @@ ROWS = 1000  # at once
 @torch.no_grad()
 def accuracies(stream: Stream, model: nn.Module, learned: int) -> Tensor:
     """Accuracy on the test data of each task in percent, (T,), after `learned` tasks: a row of the matrix."""
+    if not 0 <= learned <= len(stream):
+        raise ValueError(f"of {len(stream)} tasks {learned} cannot be learned")
     found, device = [], next(model.parameters()).device
     with evaluating(model):
         for task, (x, y) in enumerate(stream.test):
-            parts = [stream.logits(model, some.to(device), task, max(learned - 1, 0)) for some in x.split(ROWS)]
+            parts = [stream.logits(model, some.to(device), task, learned) for some in x.split(ROWS)]
             logits = torch.cat(parts).cpu()
             if not logits.isfinite().all():
-                raise LabError(f"the network's outputs for task {task + 1} are not finite: lower the learning rate")
+                raise LabError(
+                    f"the network's outputs for task {task} are not finite: NaN in its inputs, or training diverged"
+                )
             right = logits.argmax(-1) == y.cpu()
             found.append(100 * right.float().mean())
     return torch.stack(found)

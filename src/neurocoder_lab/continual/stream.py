@@ -41,8 +41,9 @@ class Stream:
             counts = f"{len(self.train)}, {len(self.test)} and {len(self.classes)}"
             raise ValueError(f"train, test and classes must speak of the same tasks, got {counts} of them")
         for name, parts in (("train", self.train), ("test", self.test)):
-            for task, part in enumerate(parts):
-                _, y = _checked(part, f"{name}[{task}]")
+            checked = tuple(_checked(part, f"{name}[{task}]") for task, part in enumerate(parts))
+            object.__setattr__(self, name, checked)
+            for task, (_, y) in enumerate(checked):
                 first, last = self._labels(task)
                 if y.min() < first or y.max() > last:
                     raise ValueError(f"{name}[{task}] has labels outside of {first} .. {last}: see `Stream.train`")
@@ -58,12 +59,19 @@ class Stream:
         return sum(self.classes) if self.scenario == "class" else max(self.classes)
 
     def logits(self, network: Callable[..., Tensor], x: Tensor, task: int, learned: int | None = None) -> Tensor:
-        """What the network says of inputs of a task, `learned` being the last one learned (that one by default)."""
-        if self.scenario == "task":
-            return network(x, task)
-        if self.scenario == "domain":
-            return network(x)
-        return network(x)[:, : sum(self.classes[: (task if learned is None else learned) + 1])]
+        """What the network says of inputs of a task, after so many were `learned` (up to this one by default)."""
+        learned = task + 1 if learned is None else learned
+        if not 0 <= task < len(self) or not 0 <= learned <= len(self):
+            raise ValueError(f"there are tasks 0 .. {len(self) - 1}, got task {task}, {learned} learned")
+        try:
+            y = network(x, task) if self.scenario == "task" else network(x)
+        except TypeError as error:
+            how = "network(x, task), as MultiHead" if self.scenario == "task" else "network(x)"
+            raise TypeError(f"in the {self.scenario} scenario the network is called {how}: {error}") from error
+        width = self.classes[task] if self.scenario == "task" else self.outputs
+        if y.shape != (len(x), width):
+            raise ValueError(f"the network must give {width} outputs a row, got {tuple(y.shape)} for {len(x)} rows")
+        return y[:, : sum(self.classes[: max(learned, 1)])] if self.scenario == "class" else y
 
     def _labels(self, task: int) -> tuple[int, int]:
         first = sum(self.classes[:task]) if self.scenario == "class" else 0
@@ -85,7 +93,7 @@ def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], sce
     train, test = _checked(train, "train"), _checked(test, "test")
     flat = [label for group in classes for label in group]
     if len({*flat}) < len(flat) or not flat or not all(len(group) for group in classes):
-        raise ValueError(f"every task needs classes, and no class may be in two tasks: got {[*map(list, classes)]}")
+        raise ValueError(f"every task needs classes, and no class may stand twice: got {[*map(list, classes)]}")
     for name, (_, y) in (("training", train), ("test", test)):
         missing = sorted(set(flat) - set(y.tolist()))
         if missing:

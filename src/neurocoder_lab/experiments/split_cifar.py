@@ -102,7 +102,7 @@ def start(config: SplitCifar) -> Learner:
     stream = config.stream(found, TASKS[config.dataset], "task", Tensor.float)
     model = build(config.model, config.dataset, found.train[0].shape[1])
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, fused=True)
-    method = make("si" if config.method == "si" else "adam", model, config.penalty)
+    method = make("si", model, config.penalty) if config.method == "si" else make("adam", model)
     extra = orthogonal(model, ORTHOGONAL[config.model]) if config.model in ORTHOGONAL else None
     learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, extra)
     learner.fingerprint = found.fingerprint

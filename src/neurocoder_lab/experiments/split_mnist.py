@@ -129,8 +129,9 @@ def start(config: SplitMnist) -> Learner:
         optimiser: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     else:
         optimiser = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
+    method = make(config.method, model, config.penalty if config.method in GRID else None)
     extra = orthogonal(model, ORTHOGONAL) if config.model == "neurocoder" else None
-    learner = Learner(model, optimiser, stream, make(config.method, model, config.penalty), config.epochs, BATCH, extra)
+    learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, extra)
     learner.fingerprint = digits.fingerprint
     return learner
 
