@@ -47,7 +47,8 @@ def judge(folder: Path) -> list[Judged]:
     if not folder.is_dir():
         raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
     known = rules()
-    loaded = {name: _chosen(rule, results.load(folder, rule.experiment)) for name, rule in known.items()}
+    found_runs = {rule.experiment: results.load(folder, rule.experiment) for rule in known.values()}
+    loaded = {name: _chosen(rule, found_runs[rule.experiment]) for name, rule in known.items()}
     corrected = _corrected(known, loaded)
     found = []
     for claim in published():
@@ -55,6 +56,9 @@ def judge(folder: Path) -> list[Judged]:
         rule, runs = known[name], loaded[name]
         verdict, ours = _verdict(name, rule, runs, corrected)
         ran = verdict != "not-run"
+        if not ran and found_runs[rule.experiment]:
+            lacking = [side for side in rule.sides() if not found_runs[rule.experiment].where(**side)]
+            ours = f"no runs of {_name(lacking[0])}" if lacking else ""
         n = min((len(runs.where(**side)) for side in rule.sides()), default=len(runs)) if ran else 0
         budget = runs[0]["config"]["budget"] if ran else None
         numbers = _numbers(rule, runs) if ran else []
@@ -111,8 +115,11 @@ def _numbers(rule: Rule, runs: Runs) -> list[dict[str, Any]]:
 
 
 def _told(side: dict[str, Any]) -> str:
-    name = side["runs"].get("model", " ".join(map(str, side["runs"].values())))
-    return f"{name} {side['mean']:.4g} ± {side['std']:.2g} ({side['n']}), best {side['best']:.4g}"
+    return f"{_name(side['runs'])} {side['mean']:.4g} ± {side['std']:.2g} ({side['n']}), best {side['best']:.4g}"
+
+
+def _name(runs: dict[str, Any]) -> str:
+    return runs.get("model", " ".join(map(str, runs.values())))
 
 
 def _corrected(known: dict[str, Rule], loaded: dict[str, Runs]) -> dict[tuple[str, int], tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -168,6 +169,7 @@ def claims(results: Path = RESULTS, json: bool = False) -> None:
         print(_json([dataclasses.asdict(claim) for claim in found]))
         return
     table = Table("claim", "paper", "ours: mean ± std (n)", "budget", "verdict")
+    table.columns[0].overflow = "fold"
     for claim in found:
         paper = ", ".join(f"{name} {value}" for name, value in claim.paper.items() if not isinstance(value, dict))
         verdict = f"[{COLOURS[claim.verdict]}]{claim.verdict}[/]"
@@ -252,4 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 3
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0

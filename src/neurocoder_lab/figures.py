@@ -59,7 +59,7 @@ def curves(
         axes.set_xlabel(over)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
-        axes.legend(frameon=False, fontsize=9, ncols=2)
+        axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         return svg(figure)
 
 
@@ -85,7 +85,7 @@ def dots(
                     )  # fmt: skip
         axes.set_xticks(range(len(places)), places)
         axes.set_ylabel(label)
-        axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.28))
+        axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         return svg(figure)
 
 
