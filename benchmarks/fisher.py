@@ -21,14 +21,9 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder_lab.continual import fisher
+from neurocoder_lab.experiments.split_mnist import LAYERS
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.run import source
-
-LAYERS = {
-    "mlp": None,
-    "neurocoder": {"slots": 50, "heads": 10, "key_dim": 5, "sharpness": 1.0},
-    "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 5, "key_dim": 5},
-}
 
 
 def one_by_one(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -55,7 +50,7 @@ def main(samples: int = 12_000, repeats: int = 3, out: Path | None = None) -> No
     """
     torch.set_num_threads(1)
     rows = []
-    for name, options in LAYERS.items():
+    for name, options in ({"mlp": None} | LAYERS).items():
         torch.manual_seed(0)
         model: nn.Module = mlp(1024, 400, 400, 2)
         if options:

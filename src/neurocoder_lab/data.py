@@ -22,8 +22,8 @@ HELD_OUT = 10  # every tenth training example is for validation
 
 
 @dataclass(frozen=True)
-class Images:
-    """Images (N, channels, height, width) of bytes, and their labels (N,).
+class Examples:
+    """Images (N, channels, height, width) of bytes, or features of them (N, width), and their labels (N,).
 
     `train` and `validation` part the training data by a fixed rule: every tenth example is held out.
     """
@@ -34,7 +34,7 @@ class Images:
     fingerprint: str
 
 
-def images(name: str) -> Images:
+def images(name: str) -> Examples:
     """A data set of labelled images."""
     if name not in IMAGES:
         raise LabError(f"no image data set is called {name!r}; there are {', '.join(IMAGES)}")
@@ -42,7 +42,7 @@ def images(name: str) -> Images:
     test, print_of_test = _split(name, "test")
     held_out = torch.arange(len(y)) % HELD_OUT == HELD_OUT - 1
     fingerprint = hashlib.blake2b((print_of_train + print_of_test).encode(), digest_size=8).hexdigest()
-    return Images((x[~held_out], y[~held_out]), (x[held_out], y[held_out]), test, fingerprint)
+    return Examples((x[~held_out], y[~held_out]), (x[held_out], y[held_out]), test, fingerprint)
 
 
 def _split(name: str, split: str) -> tuple[tuple[Tensor, Tensor], str]:

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
 from io import StringIO
 from multiprocessing import parent_process
 from pathlib import Path
@@ -35,27 +34,18 @@ PIXELS = {
 }
 
 
-@dataclass(frozen=True)
-class Features:
-    """Features (N, width), half precision, and labels (N,); split as in `data.Images`."""
-
-    train: tuple[Tensor, Tensor]
-    validation: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    fingerprint: str
-
-
-def features(name: str, backbone: Backbone = "efficientnet-lite0", weights: str = "", quiet: bool = False) -> Features:
-    """Features of a data set of images; the first call takes minutes, and goes on where it was killed."""
+def features(
+    name: str, backbone: Backbone = "efficientnet-lite0", weights: str = "", quiet: bool = False
+) -> data.Examples:
+    """Features, in half precision, of a data set of images; the first call takes minutes, and goes on after a kill."""
     images = data.images(name)
     if (backbone == "resnet18") != bool(weights):
         raise LabError(
             "resnet18 needs --weights, a safetensors file named as torchvision's are; no other backbone does"
         )
     stamp = f"{images.fingerprint}-{backbone}-{SIZE}-{_digest(Path(weights)) if weights else 'packaged'}"
-    folder = (
-        data.cache() / "features" / f"{name}-{backbone}-{hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest()}"
-    )
+    fingerprint = hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest()
+    folder = data.cache() / "features" / f"{name}-{backbone}-{fingerprint}"
     make_folder(folder)
     extract = _Extractor(backbone, weights, stamp)
     splits = {"train": images.train, "validation": images.validation, "test": images.test}
@@ -68,7 +58,7 @@ def features(name: str, backbone: Backbone = "efficientnet-lite0", weights: str 
                 found[split].append(extract(x, folder / f"{split}-{index:03d}.safetensors"))
                 progress.show(sum(map(len, found.values())))
     parts = [(torch.cat(found[split]), y) for split, (_, y) in splits.items()]
-    return Features(*parts, hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest())
+    return data.Examples(*parts, fingerprint)
 
 
 @contextmanager

@@ -17,8 +17,7 @@ import neurocoder as nc
 from neurocoder_lab.continual.methods import Method
 from neurocoder_lab.continual.metrics import accuracies, summary
 from neurocoder_lab.continual.stream import MultiHead, Scenario, Stream, split
-from neurocoder_lab.data import Images
-from neurocoder_lab.features import Features
+from neurocoder_lab.data import Examples
 from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Config, Task
 
@@ -47,7 +46,7 @@ class StreamConfig(Config):
 
     def stream(
         self,
-        data: Images | Features,
+        data: Examples,
         classes: list[list[int]],
         scenario: Scenario,
         prepare: Callable[[Tensor], Tensor],
