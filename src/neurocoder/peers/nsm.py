@@ -5,6 +5,7 @@ Shapes: Y rows, I in, O out, P programs, K key.
 
 from __future__ import annotations
 
+from functools import reduce
 from math import sqrt
 from typing import Any
 
@@ -21,7 +22,7 @@ class StoredProgramMemory(Peer):
     """y = x W_t + b_t with (W_t, b_t) = sum_i w_ti (W_i, b_i): whole weight matrices are the stored programs.
 
     w_t = softmax(beta_t cos(q_t, k_i)), query q_t = tanh(x W_q + b_q), keys tanh(k_i), strength
-    beta_t = softplus(x w_s + b_s). Each program is applied to its share of the input, so there is no tensor of size
+    beta_t = softplus(x w_s + b_s). What is mixed are the programs' outputs, so there is no tensor of size
     batch * in * out. Programs start `sqrt(programs)` times as large as an `nn.Linear`, so that an even mixture of them
     has its variance.
 
@@ -64,12 +65,8 @@ class StoredProgramMemory(Peer):
     def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
         weight_YP = self.attend(x_YI, self.key)
         self._record(Mixture(weight_YP.reshape(*lead, len(self.key)), None))
-        weight_YP = weight_YP.to(x_YI.dtype)
-        biases = [program.bias for program in self.programs if program.bias is not None]
-        y_YO = weight_YP @ torch.stack(biases) if biases else x_YI.new_zeros(len(x_YI), self.out_features)
-        for weight_Y1, program in zip(weight_YP.split(1, 1), self.programs, strict=True):
-            y_YO = torch.addmm(y_YO, x_YI * weight_Y1, program.weight.t())
-        return y_YO
+        outputs = [program(x_YI) for program in self.programs]
+        return reduce(torch.add, map(torch.mul, weight_YP.to(outputs[0].dtype).split(1, 1), outputs))
 
     def attend(self, x_YI: Tensor, key_PK: Tensor) -> Tensor:
         """Attention of each row to the programs with these keys: (Y, P)."""
