@@ -1,21 +1,23 @@
-"""Progress with time left, rate and the latest numbers; silent where nobody looks."""
+"""Progress with time left, rate and the latest numbers: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 PAUSE = 0.2  # seconds between looks at the clock's hands
+LINES = 60.0  # seconds between lines of a log
 
 
 class Progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal; elsewhere a line a minute, nothing for what takes less."""
 
     def __init__(self, title: str, total: int, done: int = 0, quiet: bool = False):
-        console = Console(stderr=True)
+        self._console, self._quiet = Console(stderr=True), quiet
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -25,9 +27,12 @@ class Progress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        self._bar = Bar(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
+        bar = self._console.is_terminal
+        self._bar = Bar(*columns, console=self._console, disable=quiet or not bar, transient=True)
         self._task = self._bar.add_task(title, total=total, completed=done, note="")
-        self._start, self._done, self._shown = time.monotonic(), done, 0.0
+        self._title, self._total, self._done = title, total, done
+        self._start = time.monotonic()
+        self._shown, self._pause = (0.0, PAUSE) if bar else (self._start, LINES)
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -38,9 +43,14 @@ class Progress:
 
     def show(self, done: int, numbers: dict[str, float] | None = None, note: str = "") -> None:
         now = time.monotonic()
-        if self._bar.disable or now - self._shown < PAUSE:
+        if self._quiet or now - self._shown < self._pause:
             return
         self._shown = now
         rate = (done - self._done) / max(now - self._start, 1e-9)
         text = " ".join(f"{name} {value:.4g}" for name, value in (numbers or {}).items())
-        self._bar.update(self._task, completed=done, note=f"{rate:.1f}/s {text} {note}")
+        if self._bar.disable:
+            left = timedelta(seconds=round((self._total - done) / rate)) if rate else "unknown"
+            line = f"{self._title} {done}/{self._total}, {left} left {text} {note}".rstrip()
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        else:
+            self._bar.update(self._task, completed=done, note=f"{rate:.1f}/s {text} {note}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from neurocoder_lab import experiments, results
+from neurocoder_lab import experiments, progress, results
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import polynomial
 from neurocoder_lab.experiments.polynomial import Polynomial
@@ -158,3 +158,10 @@ def test_what_is_asked_wrongly_is_said(tmp_path, capsys):
     (tmp_path / "blocked").write_text("")
     assert main(["run", "polynomial", "--budget", "smoke", "--runs", str(tmp_path / "blocked")]) == 1
     assert "cannot be made" in capsys.readouterr().err
+
+
+def test_a_log_gets_lines_instead_of_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINES", 0.0)
+    with progress.Progress("sweep", 4, 1) as shown:
+        shown.show(2, {"loss": 0.25}, "[one] failed")
+    assert re.fullmatch(r"sweep 2/4, 0:00:\d\d left loss 0.25 \[one\] failed\n", capsys.readouterr().err)
