@@ -1,5 +1,6 @@
 """The Fisher of every kind of layer and model, against one backward a sample."""
 
+import sys
 import warnings
 
 import pytest
@@ -230,3 +231,9 @@ def test_the_fisher_refuses_what_is_no_classifier():
         bad[row] = float("nan")
         with pytest.raises(ValueError, match="not finite"):
             fisher(model, bad)
+
+
+@pytest.mark.parametrize("kind", ["plain", "program", "program, authors", "program, free keys", "stored programs"])
+def test_layers_with_a_closed_form_need_no_gradient_of_a_single_sample(kind, monkeypatch):
+    monkeypatch.setattr(sys.modules["neurocoder_lab.continual.fisher"], "_sample_by_sample", None)
+    fisher(MODELS[kind](), torch.randn(11, 6))

@@ -217,7 +217,7 @@ def _rule(layer: nn.Module) -> Rule | None:
 def _owned(layer: nn.Module) -> list[Tensor]:
     """The parameters that a layer's rule speaks of."""
     if type(layer) is nc.peers.StoredProgramMemory:
-        return [layer.key, *layer.programs.parameters()]  # the query is a Linear of its own
+        return [layer.key]  # query and programs are Linears of their own
     return [*layer.parameters()]
 
 
@@ -234,15 +234,12 @@ def _linear(layer: nn.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
 
 
 def _stored(layer: nc.peers.StoredProgramMemory, x_NI: Tensor, g_NO: Tensor) -> Sums:
-    """A program's gradient is its weight times that of a Linear; keys are few, so each sample gets its own."""
+    """Keys are few, so each sample gets its own."""
     key_NPK = layer.key.detach().expand(len(x_NI), -1, -1).clone().requires_grad_()
     weight_NP = vmap(lambda x_I, key_PK: layer.attend(x_I[None], key_PK)[0])(x_NI, key_NPK)
     said_NPO = torch.stack([program(x_NI) for program in layer.programs], 1).detach()
     (each_NPK,) = torch.autograd.grad(weight_NP, key_NPK, torch.einsum("npo,no->np", said_NPO, g_NO))
-    found: Sums = {layer.key: each_NPK.square().sum(0)}
-    for weight_N1, program in zip(weight_NP.detach().split(1, 1), layer.programs, strict=True):
-        found |= _linear(program, x_NI, weight_N1 * g_NO)
-    return found
+    return {layer.key: each_NPK.square().sum(0)}
 
 
 def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
