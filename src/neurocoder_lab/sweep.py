@@ -61,7 +61,7 @@ def sweep(
             todo += [config] if finished(experiment, config, runs) is None else []
         except LabError as error:
             outcomes[config] = Outcome(config, str(error))
-    go = _on_ray(cluster) if cluster else _on_processes(workers)
+    go = _on_ray(cluster) if cluster else _on_processes(workers, experiment)
     jobs = [(experiment.name, config, runs, checkpoint_seconds) for config in todo]
     with Progress(f"{experiment.name} sweep", len(configs), len(configs) - len(todo)) as progress:
         for done, (job, error) in enumerate(go(jobs), len(configs) - len(todo) + 1):
@@ -99,11 +99,12 @@ def _child(job: Job, answer: Connection, alive: Connection) -> None:
         answer.send_bytes((_one(job) or "").encode())
 
 
-def _on_processes(workers: int) -> Callable[[list[Job]], Iterator[tuple[Job, str | None]]]:
+def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]], Iterator[tuple[Job, str | None]]]:
     if workers < 1:
         raise LabError(f"--workers must be at least 1, got {workers}")
     context = multiprocessing.get_context("forkserver")  # one process imports everything, the runs are forked from it
-    context.set_forkserver_preload(["neurocoder_lab.run"])
+    # every optimiser imports torch._dynamo
+    context.set_forkserver_preload(["neurocoder_lab.run", experiment.config.__module__, "torch._dynamo"])
 
     def go(jobs: list[Job]) -> Iterator[tuple[Job, str | None]]:
         """A run whose process dies is started again, and resumes."""

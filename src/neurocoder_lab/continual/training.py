@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -56,10 +56,11 @@ class StreamConfig(Config):
         if self.measure == "test":
             x, y, (test_x, test_y) = torch.cat((x, test_x)), torch.cat((y, test_y)), data.test
         try:
-            train = (prepare(x[: self.examples]), y[: self.examples])
-            return split(train, (prepare(test_x), test_y), classes, scenario)
+            raw = split((x[: self.examples], y[: self.examples]), (test_x, test_y), classes, scenario)
         except ValueError as error:
             raise LabError(f"{error}: --examples {self.examples} are too few") from None
+        train, test = (tuple((prepare(x), y) for x, y in tasks) for tasks in (raw.train, raw.test))
+        return replace(raw, train=train, test=test)
 
 
 def orthogonal(model: nn.Module, strength: float) -> Callable[[int], Tensor]:

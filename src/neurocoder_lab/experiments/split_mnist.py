@@ -102,7 +102,7 @@ def fill(config: SplitMnist) -> dict[str, Any]:
 
 
 def prepare(x: Tensor) -> Tensor:
-    return ((F.pad(x, (2, 2, 2, 2)).flatten(1) / 255) - PIXELS[0]) / PIXELS[1]
+    return F.pad(x, (2, 2, 2, 2)).flatten(1).float().div_(255).sub_(PIXELS[0]).div_(PIXELS[1])
 
 
 def build(model: Model, scenario: Scenario, hidden: int) -> nn.Module:
