@@ -1,4 +1,4 @@
-"""The command line: `neurocoder list | run | sweep | report | claims | bench`."""
+"""The command line: `neurocoder list | run | sweep | tune | report | claims | bench`."""
 
 from __future__ import annotations
 
@@ -143,6 +143,19 @@ def list_experiments() -> None:
     print("\nneurocoder run NAME --help shows the settings of one")
 
 
+def tune(experiment: tyro.conf.Positional[str], runs: Path = RUNS / "tuning", workers: int = 1) -> None:
+    """Choose an experiment's settings on held-out data, for all later runs: they go to the package's tuned.json.
+
+    Args:
+        experiment: split-mnist or split-cifar.
+        runs: folder of the runs.
+        workers: local processes, one thread each.
+    """
+    from neurocoder_lab import tuning
+
+    tuning.tune(experiments.get(experiment), runs, workers)
+
+
 def report(results: Path = RESULTS, out: Path = Path("report.html")) -> None:
     """Write one self-contained page: claims, tables beside the papers', figures.
 
@@ -240,12 +253,13 @@ def main(arguments: list[str] | None = None) -> int:
                 "list": list_experiments,
                 "run": run_usage,
                 "sweep": sweep_usage,
+                "tune": tune,
                 "report": report,
                 "claims": claims,
                 "bench": bench,
             },
             prog="neurocoder",
-            description="The experiments of Neurocoder and Modular Networks: run, resume, sweep, report.",
+            description="The experiments of Neurocoder and Modular Networks: run, resume, sweep, tune, report.",
             args=arguments,
         )
     except LabError as error:

@@ -119,7 +119,7 @@ class Experiment:
         name, reproduces, summary: for `neurocoder list`.
         config: its dataclass, a `Config`.
         axes: what a sweep can cross with the seeds: fields of the config and their values.
-        grids: settings that `neurocoder_lab.tuning` chooses on held-out data.
+        grids: settings that `neurocoder tune` chooses on held-out data.
         main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
         start: makes the task of a config whose fields are all filled in.

@@ -1,4 +1,4 @@
-"""Settings chosen on held-out training data: `python -m neurocoder_lab.tuning split-mnist --workers 2`.
+"""Settings chosen on held-out training data: `neurocoder tune split-mnist --workers 2`.
 
 Every value of an experiment's grids is run once (seed 0, measured on every tenth training example), and its accuracy
 goes to tuned.json; the experiments take the best from there. Finished runs are skipped, as in a sweep.
@@ -12,9 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from neurocoder_lab.store import LabError, Stopped, write_json
+from neurocoder_lab.store import LabError, write_json
 from neurocoder_lab.task import Config, Experiment
 
 FILE = Path(str(files("neurocoder_lab") / "tuned.json"))
@@ -38,6 +36,8 @@ def tune(experiment: Experiment, runs: Path, workers: int) -> None:
     from neurocoder_lab.run import finished
     from neurocoder_lab.sweep import sweep
 
+    if not experiment.grids:
+        raise LabError(f"{experiment.name} has nothing to tune")
     for grid in experiment.grids:
         tried: list[tuple[dict[str, Any], float, Config]] = []
         for place in grid.places():
@@ -60,29 +60,6 @@ def tune(experiment: Experiment, runs: Path, workers: int) -> None:
                 raise LabError(f"every run at {', '.join(map(str, place.values()))} failed")
             rows.append({"experiment": experiment.name, "setting": grid.setting, "place": place, "accuracy": accuracy})
         write_json(FILE, rows)
-
-
-def main(experiment: tyro.conf.Positional[str], runs: Path = Path("runs/tuning"), workers: int = 1) -> None:
-    """Choose an experiment's settings on held-out data, and write them to the package's tuned.json.
-
-    Args:
-        experiment: split-mnist or split-cifar.
-        runs: folder of the runs.
-        workers: local processes, one thread each.
-    """
-    from neurocoder_lab import experiments
-
-    chosen = experiments.get(experiment)
-    if not chosen.grids:
-        raise LabError(f"{experiment} has nothing to tune")
-    tune(chosen, runs, workers)
     for row in _known():
-        if row["experiment"] == experiment:
+        if row["experiment"] == experiment.name:
             print(row["setting"], *row["place"].values(), row["accuracy"])
-
-
-if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except (LabError, Stopped) as error:
-        sys.exit(f"neurocoder: {error}")

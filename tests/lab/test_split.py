@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from neurocoder_lab import experiments
+from neurocoder_lab import experiments, sweep, tuning
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import split_cifar, split_mnist
 from neurocoder_lab.experiments.split_cifar import SplitCifar
@@ -18,6 +19,7 @@ from neurocoder_lab.experiments.split_mnist import SplitMnist
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
 from neurocoder_lab.store import LabError
+from neurocoder_lab.task import Grid
 from tests.lab import pictures
 
 EXPERIMENT = split_mnist.EXPERIMENT
@@ -155,3 +157,20 @@ def test_the_experiments_are_listed():
     with pytest.raises(LabError, match="did you mean split-mnist"):
         experiments.get("split-mnst")
     assert isinstance(split_mnist.build("mlp", "task", 256)(torch.zeros(1, 1024), 4), torch.Tensor)
+
+
+def test_tuning_takes_the_best_of_a_grid(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
+    monkeypatch.setattr(sweep, "_on_processes", lambda *_: lambda jobs: ((job, sweep._one(job)) for job in jobs))
+    place = {"scenario": "domain", "model": "mlp", "method": "l2"}
+    grid = Grid("penalty", {name: (value,) for name, value in place.items()}, lambda _: (0.1, 1e6), {"budget": "smoke"})
+    tuning.tune(replace(EXPERIMENT, grids=[grid]), tmp_path / "runs", workers=1)
+    (row,) = json.loads((tmp_path / "tuned.json").read_text())
+    assert row["place"] == place
+    assert row["accuracy"].keys() == {"0.1", "1000000.0"}
+    assert "penalty domain mlp l2" in capsys.readouterr().out
+    row["accuracy"]["0.1"] = row["accuracy"]["1000000.0"] + 1
+    tuning.FILE.write_text(json.dumps([row]))
+    assert EXPERIMENT.resolve(SplitMnist(**place, strength="tuned")).penalty == 0.1
+    with pytest.raises(LabError, match="nothing to tune"):
+        tuning.tune(experiments.get("polynomial"), tmp_path, workers=1)

@@ -97,7 +97,7 @@ def build(model: Model, dataset: Dataset, width: int) -> MultiHead:
 
 def start(config: SplitCifar) -> Learner:
     if config.rate is None or config.penalty is None:
-        raise LabError("this is not tuned yet: python -m neurocoder_lab.tuning split-cifar")
+        raise LabError("this is not tuned yet: neurocoder tune split-cifar")
     found = features(config.dataset, config.backbone, config.weights)
     stream = config.stream(found, TASKS[config.dataset], "task", Tensor.float)
     model = build(config.model, config.dataset, found.train[0].shape[1])

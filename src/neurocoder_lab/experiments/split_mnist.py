@@ -119,7 +119,7 @@ def build(model: Model, scenario: Scenario, hidden: int) -> nn.Module:
 
 def start(config: SplitMnist) -> Learner:
     if config.penalty is None and config.strength == "tuned":
-        raise LabError("this is not tuned yet: python -m neurocoder_lab.tuning split-mnist")
+        raise LabError("this is not tuned yet: neurocoder tune split-mnist")
     if config.penalty is None:
         raise LabError("the benchmark's strengths are for the task and domain scenarios: use --strength tuned")
     digits = data.images("mnist")
