@@ -139,7 +139,7 @@ MODELS = {
 }
 
 
-def slow_fisher(model, x, outputs=None, y=None):
+def slow_fisher(model, x, outputs=None, y=None, extra=None):
     """One backward a sample."""
     outputs = outputs or model
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
@@ -149,7 +149,7 @@ def slow_fisher(model, x, outputs=None, y=None):
         model.zero_grad()
         logits = outputs(x[i : i + 1])
         loss = F.cross_entropy(logits, logits.argmax(-1) if y is None else y[i : i + 1])
-        loss.backward()
+        (loss if extra is None else loss + extra()).backward()
         for name, p in model.named_parameters():
             if p.grad is not None:
                 total[name] += p.grad.square() / len(x)
@@ -231,6 +231,19 @@ def test_the_fisher_refuses_what_is_no_classifier():
         bad[row] = float("nan")
         with pytest.raises(ValueError, match="not finite"):
             fisher(model, bad)
+
+
+@pytest.mark.parametrize("kind", ["program", "stored programs", "convolution", "first layer frozen"])
+def test_a_loss_that_all_samples_share_counts_in_each(kind):
+    torch.manual_seed(0)
+    model = MODELS[kind]().double()
+    x = torch.randn(11, 6, dtype=torch.float64)
+    first = next(p for p in model.parameters() if p.requires_grad)
+
+    def extra():
+        return first.square().sum() + first.sum()
+
+    close(fisher(model, x, extra=extra), slow_fisher(model, x, extra=extra))
 
 
 @pytest.mark.parametrize("kind", ["plain", "program", "program, authors", "program, free keys", "stored programs"])

@@ -36,12 +36,14 @@ def fisher(
     x: Tensor,
     outputs: Callable[[Tensor], Tensor] | None = None,
     y: Tensor | None = None,
+    extra: Callable[[], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """For each parameter that is trained, the mean over x of the squared gradient of -log p(label | x).
 
     Args:
         outputs: from inputs to logits, through the model's layers; by default the model itself.
         y: true labels, for the empirical Fisher; by default the label the model finds most likely.
+        extra: a loss that does not depend on the data, whose gradient is part of every sample's.
     """
     outputs = model if outputs is None else outputs
     if not len(x) or (y is not None and len(y) != len(x)):
@@ -60,6 +62,8 @@ def fisher(
             raise ValueError("the outputs do not depend on the model's parameters: are they another model's?")
         if rest:
             _sample_by_sample(model, outputs, x, y, [p for p in others if p in rest], squares)
+        if extra is not None:
+            _shared(extra, outputs, x, y, squares)
     return {name: (squares[p] / len(x)).clamp_min(0) for name, p in parameters.items()}  # below zero by rounding alone
 
 
@@ -186,6 +190,22 @@ def _sample_by_sample(
             ]
         for p, g in zip(parameters, gradients, strict=True):
             squares[p] += g.detach().square().sum(0)
+
+
+def _shared(
+    extra: Callable[[], Tensor],
+    outputs: Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor | None,
+    squares: Sums,
+) -> None:
+    """Add what a gradient e that all samples share does: sum_n (g_n + e)^2 = sum_n g_n^2 + 2 e sum_n g_n + N e^2."""
+    gradients = torch.autograd.grad(extra(), [*squares], allow_unused=True)
+    shared = {p: e for p, e in zip(squares, gradients, strict=True) if e is not None}
+    for rows in torch.arange(len(x), device=x.device).split(BATCH):
+        loss = _loss(outputs(x[rows]), None if y is None else y[rows])
+        for (p, e), g in zip(shared.items(), torch.autograd.grad(loss, [*shared], allow_unused=True), strict=True):
+            squares[p] += len(rows) * e.square() + (0 if g is None else 2 * e * g)
 
 
 class _Wrapped(nn.Module):

@@ -16,6 +16,7 @@ from neurocoder_lab.continual.fisher import fisher
 
 Name = Literal["adam", "adagrad", "l2", "si", "ewc", "oewc"]
 Outputs = Callable[[Tensor], Tensor]
+Extra = Callable[[], Tensor]
 
 
 class Method:
@@ -50,18 +51,19 @@ class Method:
     def _step(self, optimiser: torch.optim.Optimizer) -> None:
         optimiser.step()
 
-    def finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None = None) -> None:
         """A task has been learned.
 
         Args:
             outputs: gives its logits.
             x, y: its training data.
+            extra: a loss that was added to every batch's, such as an orthogonal loss. EWC counts it in every sample's.
         """
         self._check()
         self._fresh = True
-        self._finish(outputs, x, y)
+        self._finish(outputs, x, y, extra)
 
-    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None) -> None:
         pass
 
     def state(self) -> dict[str, Tensor]:
@@ -133,7 +135,7 @@ class Anchored(Method):
 class L2(Anchored):
     """Stay near the weights of the last task, all equally."""
 
-    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None) -> None:
         self.anchor = self._weights()
         self.importance = {name: torch.ones_like(p) for name, p in self.anchor.items()}
 
@@ -152,8 +154,8 @@ class EWC(Anchored):
         super().__init__(model, strength)
         self.empirical = empirical
 
-    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
-        found = fisher(self.model, x, outputs, y if self.empirical else None)
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None) -> None:
+        found = fisher(self.model, x, outputs, y if self.empirical else None, extra)
         weights = self._weights()
         for name, new in found.items():
             if name not in self.importance:
@@ -197,7 +199,7 @@ class SI(Anchored):
         for name, (weights, gradient) in before.items():
             self.path[name].addcmul_(gradient, self.parameters[name].detach() - weights, value=-1)
 
-    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor) -> None:
+    def _finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None) -> None:
         weights = self._weights()
         for name, path in self.path.items():
             gained = path / ((weights[name] - self.start[name]).square() + self.damping)

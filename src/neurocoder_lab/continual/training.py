@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -132,7 +133,8 @@ class Learner(Task):
 
     def _finish(self, task: int) -> None:
         x, y = (tensor.to(self.accelerator.device) for tensor in self.stream.train[task])
-        self.method.finish(lambda x: self.stream.logits(self.model, x, task), x, y)
+        extra = None if self.extra is None else partial(self.extra, task)
+        self.method.finish(lambda x: self.stream.logits(self.model, x, task), x, y, extra)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy of each task, and their average over the tasks learned so far."""
