@@ -152,3 +152,10 @@ def least_used(layer, earlier: list[list[list[Tensor]]], h: int) -> list:
     threshold = sorted(m.item() for m in usage)[layer.least_used - 1]
     top = max(usage, key=Tensor.item) if rules.least_used == "max" else 1.0
     return [top - m if m.item() <= threshold else 0.0 * m for m in usage]  # Eq. 13
+
+
+def mixture(layer: nc.peers.MixtureOfExperts, x: Tensor, gates: Tensor) -> Tensor:
+    """Eq. 1 to 5 of Shazeer et al. for one input, whose gates before top-k are given."""
+    order = sorted(range(len(gates)), key=lambda i: -gates[i].item())[: layer.top_k]
+    total = sum(gates[i].exp() for i in order)
+    return sum(gates[i].exp() / total * layer.experts[i](x) for i in order)
