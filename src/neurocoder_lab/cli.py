@@ -268,6 +268,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        print("stopped; what was finished is kept", file=sys.stderr)
+        return 3
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

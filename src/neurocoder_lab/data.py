@@ -84,6 +84,9 @@ def _decode(name: str, split: str, source: Path | None) -> tuple[Tensor, Tensor]
         else:
             table = datasets.load_dataset(HUB[name], split=split)
     except (OSError, ValueError, DatasetsError) as error:
+        if source is not None:
+            told = f"is it whole, and can {cache().parent} be written to?"
+            raise LabError(f"{source} cannot be read ({error}): {told}") from None
         raise LabError(
             f"{name} is neither here nor to be had ({type(error).__name__}): fetch huggingface.co/datasets/{HUB[name]} "
             f"and set {VARIABLE} to a folder that holds {name}/{split}.parquet"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.resources import files
-from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from jinja2 import Environment
 
@@ -23,17 +23,20 @@ def _of_one_budget(runs: Runs) -> Runs:
 
 
 def _commands(experiment: Experiment, runs: Runs) -> list[str]:
-    """The sweeps that make these runs: one for each place on the axes of which a sweep takes one value by default."""
-    single = [name for name, values in experiment.main.items() if len(values) == 1]
+    """The sweeps that make these runs, no more and no less: grids on the axes, each with its number of seeds."""
+    grids = Counter(tuple((run["config"][name],) for name in experiment.axes) for run in runs)
+    for axis, values in enumerate(experiment.axes.values()):  # join grids that differ on this axis alone
+        joined: dict[Any, set[Any]] = {}
+        for grid, seeds in grids.items():
+            joined.setdefault((grid[:axis], grid[axis + 1 :], seeds), set()).update(grid[axis])
+        grids = {
+            (*before, tuple(value for value in values if value in found), *after): seeds
+            for (before, after, seeds), found in joined.items()
+        }
     found = []
-    for place in product(*(experiment.axes[name] for name in single)):
-        mine = runs.where(**dict(zip(single, place, strict=True)))
-        if not mine:
-            continue
-        seeds = len({run["config"]["seed"] for run in mine})
-        words = f"neurocoder sweep {experiment.name} --budget {mine[0]['config']['budget']} --seeds {seeds}"
-        for name, values in experiment.axes.items():
-            ran = tuple(value for value in values if mine.where(**{name: value}))
+    for grid, seeds in grids.items():
+        words = f"neurocoder sweep {experiment.name} --budget {runs[0]['config']['budget']} --seeds {seeds}"
+        for (name, values), ran in zip(experiment.axes.items(), grid, strict=True):
             words += f" --{name} {' '.join(map(str, ran))}" if ran != experiment.main.get(name, values) else ""
         found.append(words)
     return found

@@ -69,7 +69,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LabError(f"{folder} cannot be made: {error.strerror}; choose another folder with --runs") from None
+        raise LabError(f"{folder} cannot be made: {error.strerror}; choose another folder") from None
 
 
 @contextmanager

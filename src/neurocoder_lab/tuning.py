@@ -38,28 +38,31 @@ def tune(experiment: Experiment, runs: Path, workers: int) -> None:
 
     if not experiment.grids:
         raise LabError(f"{experiment.name} has nothing to tune")
+    failed = {}
     for grid in experiment.grids:
         tried: list[tuple[dict[str, Any], float, Config]] = []
         for place in grid.places():
             for value in grid.values(place):
                 config = experiment.config(measure="validation", **place, **grid.fixed, **{grid.setting: value})
                 tried.append((place, value, experiment.resolve(config)))
-        failed = {}
         for outcome in sweep(experiment, [config for _, _, config in tried], runs, workers=workers):
             if outcome.error is not None:
                 failed[outcome.config] = outcome.error
                 print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)
-        rows = [row for row in _known() if (row["experiment"], row["setting"]) != (experiment.name, grid.setting)]
+        rows = _known()
         for place in grid.places():
+            about = {"experiment": experiment.name, "setting": grid.setting, "place": place}
             accuracy = {
                 str(value): round(finished(experiment, config, runs)["final"]["accuracy"], 2)
                 for where, value, config in tried
                 if where == place and config not in failed
             }
-            if not accuracy:
-                raise LabError(f"every run at {', '.join(map(str, place.values()))} failed")
-            rows.append({"experiment": experiment.name, "setting": grid.setting, "place": place, "accuracy": accuracy})
+            if accuracy:  # else what was found there before stays
+                rows = [row for row in rows if any(row[name] != value for name, value in about.items())]
+                rows.append(about | {"accuracy": accuracy})
         write_json(FILE, rows)
     for row in _known():
         if row["experiment"] == experiment.name:
             print(row["setting"], *row["place"].values(), row["accuracy"])
+    if failed:
+        raise LabError(f"{len(failed)} runs failed; what they tried is not in {FILE.name}")

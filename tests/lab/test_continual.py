@@ -265,6 +265,15 @@ def test_the_three_scenarios_of_the_same_data():
     assert stream.logits(network, x, 0, learned=2).shape == (20, 4)
 
 
+def test_classes_may_be_tensors_and_any_numbers():
+    order = torch.tensor([[3, 0], [1, 2]])
+    found, wanted = (split(DATA, DATA, groups, "class") for groups in (order, order.tolist()))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(found.train, wanted.train, strict=True))
+    y = torch.tensor([-3, 10**12])[DATA[1] % 2]
+    (_, labels), *_ = split((DATA[0], y), (DATA[0], y), [[-3, 10**12]], "task").train
+    assert torch.equal(labels, DATA[1] % 2)
+
+
 def test_streams_refuse_what_makes_no_sense():
     with pytest.raises(ValueError, match="no class may stand twice"):
         split(DATA, DATA, [[0, 1], [1, 2]], "task")

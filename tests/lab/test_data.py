@@ -53,6 +53,13 @@ def test_images_are_split_and_cached(folder, monkeypatch, name, channels):
     assert data.images(name).fingerprint != first.fingerprint
 
 
+def test_a_file_that_cannot_be_read_is_named(folder):
+    (folder / "mnist").mkdir()
+    (folder / "mnist" / "train.parquet").write_text("not parquet")
+    with pytest.raises(LabError, match=r"mnist/train.parquet cannot be read"):
+        data.images("mnist")
+
+
 def test_unknown_and_absent(folder):
     with pytest.raises(LabError, match="no image data set is called 'mnst'"):
         data.images("mnst")

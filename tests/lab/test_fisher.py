@@ -246,6 +246,22 @@ def test_a_loss_that_all_samples_share_counts_in_each(kind):
     close(fisher(model, x, extra=extra), slow_fisher(model, x, extra=extra))
 
 
+def test_a_model_without_memories_has_no_orthogonal_loss():
+    model, x = plain(), torch.randn(11, 6)
+    assert nc.orthogonality(model) == 0
+    close(fisher(model, x, extra=lambda: 10 * nc.orthogonality(model)), fisher(model, x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
+def test_a_blank_first_sample_hides_no_weight(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(nn.Linear(6, 5, bias=False)), nn.ReLU(), nn.Linear(5, 3)).double().eval()
+    x = torch.randn(11, 6, dtype=torch.float64)
+    x[0] = 0
+    close(fisher(model, x), slow_fisher(model, x))
+
+
 @pytest.mark.parametrize("kind", ["plain", "program", "program, authors", "program, free keys", "stored programs"])
 def test_layers_with_a_closed_form_need_no_gradient_of_a_single_sample(kind, monkeypatch):
     monkeypatch.setattr(sys.modules["neurocoder_lab.continual.fisher"], "_sample_by_sample", None)

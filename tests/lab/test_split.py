@@ -127,6 +127,7 @@ def test_split_cifar_runs_on_features(tmp_path):
         (["split-mnist", "--epochs", "0"], "epochs must be at least 1"),
         (["split-mnist", "--method", "ewc", "--penalty", "-1"], "penalty must not be negative"),
         (["split-mnist", "--method", "ewc", "--scenario", "class"], "use --strength tuned"),
+        (["split-mnist", "--method", "ewc", "--strength", "tuned", "--hidden", "400"], "tuned for 256 hidden units"),
         (["split-mnist", "--method", "adam", "--penalty", "3"], "adam has no penalty"),
         (["split-mnist", "--examples", "3"], "--examples 3 are too few"),
         (["split-cifar", "--weights", "some"], "no other backbone does"),
@@ -172,5 +173,9 @@ def test_tuning_takes_the_best_of_a_grid(tmp_path, monkeypatch, capsys):
     row["accuracy"]["0.1"] = row["accuracy"]["1000000.0"] + 1
     tuning.FILE.write_text(json.dumps([row]))
     assert EXPERIMENT.resolve(SplitMnist(**place, strength="tuned")).penalty == 0.1
+    grid = replace(grid, values=lambda _: (0.2, 0.3), fixed={"budget": "smoke", "examples": 3})
+    with pytest.raises(LabError, match="2 runs failed"):  # and what was known stays
+        tuning.tune(replace(EXPERIMENT, grids=[grid]), tmp_path / "runs", workers=1)
+    assert json.loads(tuning.FILE.read_text()) == [row]
     with pytest.raises(LabError, match="nothing to tune"):
         tuning.tune(experiments.get("polynomial"), tmp_path, workers=1)

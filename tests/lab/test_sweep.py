@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from neurocoder_lab import experiments, progress, results
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import polynomial
 from neurocoder_lab.experiments.polynomial import Polynomial
+from neurocoder_lab.report import _commands
+from neurocoder_lab.results import Runs
 from neurocoder_lab.run import folder_of
 from neurocoder_lab.store import LabError
 from neurocoder_lab.sweep import grid, sweep
@@ -135,6 +139,31 @@ def test_the_command_sweeps_distils_and_reports(tmp_path, capsys):
     assert "budget-too-short" in text
     assert "<script" not in text
     assert not re.search(r"(src|href)=.?(https?:|//)", text)
+
+
+def test_the_report_has_the_commands_that_make_its_runs():
+    axes = {"model": ("a", "b"), "width": (1, 2, 3)}
+    experiment = replace(EXPERIMENT, name="toy", axes=axes, main={"width": (1, 2)})
+
+    def run(model, width, seed):
+        return {"config": {"model": model, "width": width, "seed": seed, "budget": "desk"}}
+
+    runs = [run(*place) for place in product("ba", (2, 1), (0, 1))]
+    assert _commands(experiment, Runs(runs)) == ["neurocoder sweep toy --budget desk --seeds 2"]
+    runs += [run("a", 3, 0)]
+    assert sorted(_commands(experiment, Runs(runs))) == [
+        "neurocoder sweep toy --budget desk --seeds 1 --model a --width 3",
+        "neurocoder sweep toy --budget desk --seeds 2",
+    ]
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments, "get", interrupted)
+    assert main(["run", "polynomial"]) == 3
+    assert capsys.readouterr().err == "stopped; what was finished is kept\n"
 
 
 def test_what_is_asked_wrongly_is_said(tmp_path, capsys):

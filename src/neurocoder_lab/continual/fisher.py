@@ -28,6 +28,7 @@ from neurocoder.trace import evaluating
 
 BATCH = 500
 FEW = 32  # samples at once where every sample has a gradient of its own
+TRIAL = 4  # samples on which a closed form is tried
 Sums = dict[Tensor, Tensor]  # by parameter
 
 
@@ -97,26 +98,30 @@ def _plan(model: nn.Module, outputs: Callable[[Tensor], Tensor], x: Tensor, squa
     """The layers whose parameters have a closed form.
 
     It needs one row a sample, one call of the layer, and parameters that are its alone. What else a model may do with
-    a layer's parameters shows in a trial: for one sample, the closed form must be the gradient squared.
+    a layer's parameters shows in a trial: the closed form must be the sum of a few squared gradients, for the
+    least likely labels, where they are large.
     """
+    few = x[torch.linspace(0, len(x) - 1, TRIAL).long()]
     with _calls(layer for layer in model.modules() if _rule(layer)) as calls:
-        outputs(x[:2])
+        labels = outputs(few).detach().argmin(-1)
     times = Counter(layer for layer, _, _ in calls)
     holders = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     owners = Counter(p for layer in times for p in _owned(layer))
     fit = []
     for layer, given, output in calls:
         alone = all(owners[p] == holders[p] == 1 for p in _owned(layer))
-        rows = len(given) == 1 and given[0].shape[:-1] == (len(x[:2]),)
+        rows = len(given) == 1 and given[0].shape[:-1] == (TRIAL,)
         if times[layer] == 1 and alone and rows and output.requires_grad and any(p in squares for p in _owned(layer)):
             fit.append(layer)
     wanted = [p for layer in fit for p in _owned(layer) if p in squares]
     if not wanted:
         return []
-    trial: Sums = {p: torch.zeros_like(p) for p in wanted}
-    _closed(fit, outputs, x[:1], None, trial, [])
-    gradients = torch.autograd.grad(_loss(outputs(x[:1]), None), wanted, allow_unused=True)
-    known = {p: torch.zeros_like(p) if g is None else g.square() for p, g in zip(wanted, gradients, strict=True)}
+    trial, known = ({p: torch.zeros_like(p) for p in wanted} for _ in range(2))
+    _closed(fit, outputs, few, labels, trial, [])
+    for one, label in zip(few.split(1), labels.split(1), strict=True):
+        gradients = torch.autograd.grad(_loss(outputs(one), label), wanted, allow_unused=True)
+        for p, g in zip(wanted, gradients, strict=True):
+            known[p] += 0 if g is None else g.square()
 
     def agrees(p: Tensor) -> bool:
         return torch.allclose(trial[p], known[p], rtol=0, atol=0.03 * known[p].abs().max().item() + 1e-30)
@@ -200,7 +205,10 @@ def _shared(
     squares: Sums,
 ) -> None:
     """Add what a gradient e that all samples share does: sum_n (g_n + e)^2 = sum_n g_n^2 + 2 e sum_n g_n + N e^2."""
-    gradients = torch.autograd.grad(extra(), [*squares], allow_unused=True)
+    loss = extra()
+    if not loss.requires_grad:  # the orthogonal loss of a model without memories
+        return
+    gradients = torch.autograd.grad(loss, [*squares], allow_unused=True)
     shared = {p: e for p, e in zip(squares, gradients, strict=True) if e is not None}
     for rows in torch.arange(len(x), device=x.device).split(BATCH):
         loss = _loss(outputs(x[rows]), None if y is None else y[rows])
@@ -224,7 +232,7 @@ Rule = Callable[[Any, Tensor, Tensor], Sums]
 
 def _rule(layer: nn.Module) -> Rule | None:
     """From a layer, its input (N, I) and the gradient of its output (N, O) to the sums of squares."""
-    if type(layer) is nn.Linear:
+    if type(layer) is nn.Linear and isinstance(layer.weight, nn.Parameter):  # not one made of others, by weight_norm
         return _linear
     if type(layer) is nc.peers.StoredProgramMemory:
         return _stored

@@ -57,7 +57,8 @@ class Method:
         Args:
             outputs: gives its logits.
             x, y: its training data.
-            extra: a loss that was added to every batch's, such as an orthogonal loss. EWC counts it in every sample's.
+            extra: a loss that was added to every batch's, such as an orthogonal loss: EWC counts it in every sample's.
+                SI needs no telling, its path follows the whole gradient.
         """
         self._check()
         self._fresh = True

@@ -91,9 +91,10 @@ def _checked(data: Labelled, name: str) -> Labelled:
 def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], scenario: Scenario) -> Stream:
     """Cut labelled data into tasks by class, say [[0, 1], [2, 3]]; examples of other classes are left out."""
     train, test = _checked(train, "train"), _checked(test, "test")
+    classes = [[int(label) for label in group] for group in classes]
     flat = [label for group in classes for label in group]
-    if len({*flat}) < len(flat) or not flat or not all(len(group) for group in classes):
-        raise ValueError(f"every task needs classes, and no class may stand twice: got {[*map(list, classes)]}")
+    if len({*flat}) < len(flat) or not flat or not all(classes):
+        raise ValueError(f"every task needs classes, and no class may stand twice: got {classes}")
     for name, (_, y) in (("training", train), ("test", test)):
         missing = sorted(set(flat) - set(y.tolist()))
         if missing:
@@ -103,11 +104,9 @@ def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], sce
         x, y = data
         found, before = [], 0
         for group in classes:
-            rows = torch.isin(y, torch.tensor([*group], device=y.device))
-            place = torch.full((int(y.max()) + max(flat) + 2,), -1, device=y.device)
-            start = before if scenario == "class" else 0
-            place[torch.tensor([*group], device=y.device)] = torch.arange(start, start + len(group), device=y.device)
-            found.append((x[rows], place[y[rows]]))
+            same = y[:, None] == torch.tensor(group, device=y.device)
+            rows = same.any(1)
+            found.append((x[rows], same[rows].long().argmax(1) + (before if scenario == "class" else 0)))
             before += len(group)
         return tuple(found)
 

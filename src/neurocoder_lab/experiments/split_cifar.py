@@ -63,7 +63,7 @@ class SplitCifar(StreamConfig):
     method: Method = "none"
     """Plain training with Adam, or with synaptic intelligence."""
     rate: float | None = None
-    """Learning rate of Adam; by default as tuned on held-out training data."""
+    """Learning rate of Adam; by default as tuned on held-out training data, with EfficientNet-Lite0."""
     backbone: Backbone = "efficientnet-lite0"
     """The frozen network; resnet18 needs weights."""
     weights: str = ""

@@ -90,6 +90,8 @@ class SplitMnist(StreamConfig):
         super().__post_init__()
         if self.method not in GRID and (self.penalty or self.strength == "tuned"):
             raise LabError(f"{self.method} has no penalty to tune: --method {' '.join(GRID)} have")
+        if self.strength == "tuned" and self.hidden != 256:
+            raise LabError("penalties are tuned for 256 hidden units: give --penalty instead of --strength tuned")
 
 
 def fill(config: SplitMnist) -> dict[str, Any]:
