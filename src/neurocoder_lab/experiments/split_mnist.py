@@ -56,10 +56,10 @@ BENCHMARK: dict[str, dict[str, float]] = {
 }
 # what is tried for --strength tuned, the same for every model
 GRID: dict[str, tuple[float, ...]] = {
-    "l2": (0.01, 0.1, 1.0, 10.0),
-    "si": (30.0, 300.0, 3000.0, 30_000.0),
-    "ewc": (10.0, 100.0, 1000.0, 10_000.0),
-    "oewc": (10.0, 100.0, 1000.0, 10_000.0),
+    "l2": (0.01, 0.1, 1.0, 10.0, 100.0),
+    "si": (30.0, 300.0, 3000.0, 30_000.0, 300_000.0),
+    "ewc": (10.0, 100.0, 1000.0, 10_000.0, 100_000.0),
+    "oewc": (10.0, 100.0, 1000.0, 10_000.0, 100_000.0),
 }
 # what the authors' published runs logged, 400 hidden units
 LOGS: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
