@@ -121,6 +121,17 @@ def test_split_cifar_runs_on_features(tmp_path):
     assert all(picture.startswith("<svg") for _, picture in split_mnist.draw(runs))
 
 
+def test_a_table_tells_the_tuned_penalties_beside_plain_training():
+    def run(**config):
+        return {"config": {"hidden": 256, "scenario": "class", "model": "mlp"} | config, "final": {"accuracy": 50.0}}
+
+    runs = [run(method="l2", strength="tuned", penalty=0.1), run(method="adam", strength="benchmark", penalty=0.0)]
+    title, header, rows = split_mnist.tabulate(Runs(runs))[1]
+    assert "tuned" in title
+    assert header == ["method", "MLP"]
+    assert rows == [["Adam", "50 ± 0 (1)"], ["L2", "50 ± 0 (1), λ = 0.1"]]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

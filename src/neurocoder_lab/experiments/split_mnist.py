@@ -164,7 +164,9 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
             theirs = paper(scenario, method) if hidden == 256 else LOGS.get((scenario, method), {})
             row = [TITLES[method]]
             for model in models:
-                row.append(spread(mine.where(method=method, model=model).values("accuracy")))
+                ran = mine.where(method=method, model=model)
+                chosen = f", λ = {ran[0]['config']['penalty']:g}" if ran.where(strength="tuned") else ""
+                row.append(spread(ran.values("accuracy")) + chosen)
                 if scenario != "class":
                     row.append("{:.2f} ± {:.2f}".format(*theirs[model]) if model in theirs else "-")
             rows += [row] if mine.where(method=method) else []
