@@ -58,7 +58,7 @@ def judge(folder: Path) -> list[Judged]:
         ran = verdict != "not-run"
         if not ran and found_runs[rule.experiment]:
             lacking = [side for side in rule.sides() if not found_runs[rule.experiment].where(**side)]
-            ours = f"no runs of {_name(lacking[0])}" if lacking else ""
+            ours = f"no runs of {' '.join(map(str, lacking[0].values()))}" if lacking else ""
         n = min((len(runs.where(**side)) for side in rule.sides()), default=len(runs)) if ran else 0
         budget = runs[0]["config"]["budget"] if ran else None
         numbers = _numbers(rule, runs) if ran else []
@@ -85,7 +85,8 @@ def _verdict(
     if rule.judge is not None:
         verdict, ours = rule.judge(runs)
     else:
-        ours = "; ".join(_told(side) for side in _numbers(rule, runs))
+        sides = _numbers(rule, runs)
+        ours = "; ".join(_told(side, [other["runs"] for other in sides]) for side in sides)
         p_values = [corrected.get((name, place)) for place in range(len(rule.comparisons))]
         known = [p for p in p_values if p is not None]
         if any(against < LEVEL for _, against in known):
@@ -114,12 +115,12 @@ def _numbers(rule: Rule, runs: Runs) -> list[dict[str, Any]]:
     return found
 
 
-def _told(side: dict[str, Any]) -> str:
-    return f"{_name(side['runs'])} {side['mean']:.4g} ± {side['std']:.2g} ({side['n']}), best {side['best']:.4g}"
-
-
-def _name(runs: dict[str, Any]) -> str:
-    return runs.get("model", " ".join(map(str, runs.values())))
+def _told(side: dict[str, Any], all_sides: list[dict[str, Any]]) -> str:
+    """Its numbers, named by its model and by whatever else the sides differ in."""
+    runs = side["runs"]
+    differs = [name for name in runs if name == "model" or any(other.get(name) != runs[name] for other in all_sides)]
+    name = " ".join(str(runs[name]) for name in differs)
+    return f"{name} {side['mean']:.4g} ± {side['std']:.2g} ({side['n']}), best {side['best']:.4g}"
 
 
 def _corrected(known: dict[str, Rule], loaded: dict[str, Runs]) -> dict[tuple[str, int], tuple[float, float]]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from neurocoder_lab import experiments
-from neurocoder_lab.store import LabError, Stopped
+from neurocoder_lab.store import LabError, Stopped, make_folder
 from neurocoder_lab.task import Budget, Experiment
 
 RUNS, RESULTS = Path("runs"), Path("results")
@@ -113,6 +113,8 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
         raise LabError(f"nothing to run: {'--seeds must be at least 1' if not empty else f'--{empty[0]} names none'}")
     configs = grid(experiment, chosen, args.seeds, budget=args.budget)
     runs = args.engine.runs
+    target = args.results or runs / "results"
+    make_folder(target)
     outcomes = go(
         experiment,
         configs,
@@ -128,7 +130,7 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
             f"failed: {experiment.label(outcome.config)} seed {outcome.config.seed}: {outcome.error}", file=sys.stderr
         )
     if len(failed) < len(outcomes):
-        file = results.distil(experiment, runs, args.results or runs / "results")
+        file = results.distil(experiment, runs, target)
         print(f"results in {file}; to see them: neurocoder report --results {file.parent}")
     return 1 if failed else 0
 
@@ -182,12 +184,14 @@ def claims(results: Path = RESULTS, json: bool = False) -> None:
         print(_json([dataclasses.asdict(claim) for claim in found]))
         return
     table = Table("claim", "paper", "ours: mean ± std (n)", "budget", "verdict")
-    table.columns[0].overflow = "fold"
+    for column in table.columns:
+        column.overflow = "fold"
+    table.columns[-1].no_wrap = True
     for claim in found:
         paper = ", ".join(f"{name} {value}" for name, value in claim.paper.items() if not isinstance(value, dict))
         verdict = f"[{COLOURS[claim.verdict]}]{claim.verdict}[/]"
         table.add_row(f"[bold]{claim.id}[/]\n{claim.statement}", paper, claim.ours, claim.budget or "", verdict)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
     print(summary([claim.verdict for claim in found]))
 
 

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 
 PAUSE = 0.2  # seconds between looks at the clock's hands
 LINES = 60.0  # seconds between lines of a log
+FIXED = 50  # characters for bar, count and times; the title and the numbers share the rest
 
 
 class Progress:
@@ -18,9 +19,11 @@ class Progress:
 
     def __init__(self, title: str, total: int, done: int = 0, quiet: bool = False):
         self._console, self._quiet = Console(stderr=True), quiet
+        room = max(self._console.width - FIXED, 0)
+        short, self._room = title[: room // 2], room - min(len(title), room // 2)
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -29,7 +32,7 @@ class Progress:
         )
         bar = self._console.is_terminal
         self._bar = Bar(*columns, console=self._console, disable=quiet or not bar, transient=True)
-        self._task = self._bar.add_task(title, total=total, completed=done, note="")
+        self._task = self._bar.add_task(short, total=total, completed=done, note="")
         self._title, self._total, self._done = title, total, done
         self._start = time.monotonic()
         self._shown, self._pause = (0.0, PAUSE) if bar else (self._start, LINES)
@@ -53,4 +56,4 @@ class Progress:
             line = f"{self._title} {done}/{self._total}, {left} left {text} {note}".rstrip()
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
         else:
-            self._bar.update(self._task, completed=done, note=f"{rate:.1f}/s {text} {note}")
+            self._bar.update(self._task, completed=done, note=f"{rate:.1f}/s {text} {note}"[: self._room])

@@ -74,6 +74,8 @@ def execute(
     """Run an experiment, or go on with it, and return its result."""
     if threads < 1:
         raise LabError(f"threads must be at least 1, got {threads}")
+    if not checkpoint_seconds >= 0:
+        raise LabError(f"seconds between checkpoints must not be negative, got {checkpoint_seconds}")
     torch.set_num_threads(threads)
     config = experiment.resolve(config)
     folder = folder_of(experiment, config, runs)
@@ -277,6 +279,20 @@ def stopping() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ignoring(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started in the block ignore the signal."""
+    try:
+        before = signal.signal(number, signal.SIG_IGN)
+    except ValueError:  # not the main thread
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(number, before)
 
 
 def _check_config(experiment: Experiment, config: Config, folder: Path, engine: dict[str, Any] | None) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from neurocoder_lab import experiments
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.run import execute, finished, folder_of, stopping
+from neurocoder_lab.run import execute, finished, folder_of, ignoring, stopping
 from neurocoder_lab.store import LabError, Stopped, make_folder, replacing
 from neurocoder_lab.task import Config, Experiment
 
@@ -110,6 +111,8 @@ def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]],
         """A run whose process dies is started again, and resumes."""
         waiting, running = [(job, ATTEMPTS) for job in jobs], {}
         alive, _held = context.Pipe(duplex=False)  # its other end is closed when this process ends
+        with ignoring(signal.SIGINT):  # a terminal's ctrl-C reaches all processes: this one ends the others
+            forkserver.ensure_running()
         with stopping() as asked:
             while waiting or running:
                 while waiting and len(running) < workers:

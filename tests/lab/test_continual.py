@@ -158,15 +158,19 @@ def test_states_are_copies_and_foreign_ones_refused():
     assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
     with pytest.raises(ValueError, match="not in the state of the EWC"):
         EWC(model, 1.0).load_state(state)
-    for foreign in ({"path.0.weight": torch.zeros(2, 2)}, {"parameters.0.weight": torch.zeros(5, 6)}):
+    with pytest.raises(ValueError, match="not in the state of the Method"):
+        make("adam", model).load_state(state)
+    for foreign in ("SI.path.0.weight", "SI.parameters.0.weight", "path.0.weight"):
         with pytest.raises(ValueError, match="is not in the state of the SI"):
-            method.load_state(foreign)
+            method.load_state({foreign: torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"SI.anchor.0.weight of the state is not finite"):
+        method.load_state(state | {"SI.anchor.0.weight": torch.full((5, 6), torch.nan)})
     with pytest.raises(ValueError, match="every parameter's start"):
         method.load_state({})
-    without = {name: tensor for name, tensor in state.items() if not name.startswith("anchor")}
+    without = {name: tensor for name, tensor in state.items() if not name.startswith("SI.anchor")}
     with pytest.raises(ValueError, match="importance and anchor, or neither"):
         method.load_state(without)
-    del without["importance.0.weight"]
+    del without["SI.importance.0.weight"]
     with pytest.raises(ValueError, match="every parameter's importance"):
         method.load_state(without)
     method.load_state(state)
@@ -270,7 +274,8 @@ def test_classes_may_be_tensors_and_any_numbers():
     found, wanted = (split(DATA, DATA, groups, "class") for groups in (order, order.tolist()))
     assert all(torch.equal(a[1], b[1]) for a, b in zip(found.train, wanted.train, strict=True))
     y = torch.tensor([-3, 10**12])[DATA[1] % 2]
-    (_, labels), *_ = split((DATA[0], y), (DATA[0], y), [[-3, 10**12]], "task").train
+    arrays = DATA[0].numpy(), y.numpy()
+    (_, labels), *_ = split(arrays, arrays, [[-3, 10**12]], "task").train
     assert torch.equal(labels, DATA[1] % 2)
 
 
@@ -283,6 +288,14 @@ def test_streams_refuse_what_makes_no_sense():
         split(DATA, DATA, [[0, 1]], "tasks")
     with pytest.raises(ValueError, match=r"labels outside of 0 \.\. 1"):
         continual.Stream("domain", (DATA,), (DATA,), (2,))
+    with pytest.raises(TypeError, match="lists of labels"):
+        split(DATA, DATA, [0, 1], "task")
+    with pytest.raises(TypeError, match="pair of inputs and labels, got a TensorDataset"):
+        split(torch.utils.data.TensorDataset(*DATA), DATA, [[0, 1]], "task")
+    with pytest.raises(TypeError, match="how many each task has"):
+        continual.Stream("domain", (DATA,), (DATA,), ([0, 1],))
+    with pytest.raises(ValueError, match="head of its own"):
+        MultiHead(nn.Identity(), [nn.Linear(6, 2)] * 2)
     with pytest.raises(ValueError, match="whole labels"):
         split((DATA[0], DATA[1].float()), DATA, [[0, 1]], "task")
     with pytest.raises(ValueError, match="40 inputs and 39 labels"):
@@ -304,5 +317,6 @@ def test_metrics_by_hand():
     assert found["backward_transfer"] == pytest.approx((-30 - 10) / 2)
     assert found["forward_transfer"] == pytest.approx((50 - 40 + 40 - 30) / 2)
     assert summary(torch.tensor([[50.0], [90.0]])) == {"accuracy": 90.0, "learned": 90.0}
+    assert summary([*matrix]) == found
     with pytest.raises(ValueError, match="tasks \\+ 1"):
         summary(torch.zeros(3, 3))

@@ -226,6 +226,10 @@ def test_the_fisher_refuses_what_is_no_classifier():
     ):
         with pytest.raises(ValueError, match=said):
             fisher(model, x, outputs)
+    with pytest.raises(ValueError, match="4 samples and 3 labels"):
+        fisher(model, x, y=torch.zeros(3).long())
+    with pytest.raises(ValueError, match="outputs of one task"):
+        fisher(model, x, MultiHead(model, [nn.Linear(3, 2)]))
     for row in (0, 3):
         bad = x.clone()
         bad[row] = float("nan")

@@ -136,7 +136,9 @@ def test_a_table_tells_the_tuned_penalties_beside_plain_training():
     ("words", "said"),
     [
         (["split-mnist", "--epochs", "0"], "epochs must be at least 1"),
-        (["split-mnist", "--method", "ewc", "--penalty", "-1"], "penalty must not be negative"),
+        (["split-mnist", "--method", "ewc", "--penalty", "-1"], "penalty must be a number that is not negative"),
+        (["split-mnist", "--method", "ewc", "--penalty", "inf"], "penalty must be a number that is not negative"),
+        (["split-mnist", "--checkpoint-seconds", "nan"], "must not be negative, got nan"),
         (["split-mnist", "--method", "ewc", "--scenario", "class"], "use --strength tuned"),
         (["split-mnist", "--method", "ewc", "--strength", "tuned", "--hidden", "400"], "tuned for 256 hidden units"),
         (["split-mnist", "--method", "adam", "--penalty", "3"], "adam has no penalty"),

@@ -95,6 +95,21 @@ def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
     assert len([*tmp_path.rglob("step-*")]) == 2  # asked to stop, each wrote a checkpoint
 
 
+@pytest.mark.parametrize("seen", ["", "lock", "metrics.jsonl"])
+def test_a_terminal_s_interrupt_stops_a_sweep_without_a_traceback(tmp_path, seen):
+    """It reaches every process: while the first of them imports, while a run starts, while it trains."""
+    words = ["sweep", "polynomial", "--model", "linear", "--setting", "plain", "--seeds", "2"]
+    runs = tmp_path / "runs"
+    command = [sys.executable, "-m", "neurocoder_lab", *words, "--runs", str(runs)]
+    begun = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not any(runs.rglob(seen) if seen else [*runs.glob("results")]):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    os.killpg(begun.pid, signal.SIGINT)
+    assert begun.communicate()[1] == "the sweep was stopped; the same command goes on\n"
+    assert begun.returncode == 3
+
+
 def test_a_ray_cluster_that_loses_a_node_finishes_with_the_same_results(tmp_path):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

@@ -25,6 +25,7 @@ import neurocoder as nc
 from neurocoder import functional
 from neurocoder.controller import LinearController
 from neurocoder.trace import evaluating
+from neurocoder_lab.continual.stream import MultiHead
 
 BATCH = 500
 FEW = 32  # samples at once where every sample has a gradient of its own
@@ -48,7 +49,10 @@ def fisher(
     """
     outputs = model if outputs is None else outputs
     if not len(x) or (y is not None and len(y) != len(x)):
-        raise ValueError(f"the Fisher information needs samples and as many labels, got {len(x)}")
+        labels = "" if y is None else f" and {len(y)} labels"
+        raise ValueError(f"the Fisher information needs samples and as many labels, got {len(x)} samples{labels}")
+    if isinstance(outputs, MultiHead):
+        raise ValueError("several heads: give outputs of one task, such as lambda x: stream.logits(model, x, task)")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("the model has no parameter that is trained")

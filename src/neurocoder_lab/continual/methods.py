@@ -7,6 +7,7 @@ is added to the gradients in closed form: nothing of it goes through autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Literal
 
 import torch
@@ -72,6 +73,16 @@ class Method:
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` gave, of the same method and model; another's is refused, and changes nothing."""
+        mine = type(self).__name__
+        for key, tensor in state.items():
+            if key.partition(".")[0] != mine:
+                raise ValueError(f"{key} is not in the state of the {mine} of this model: is it another method's?")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{key} of the state is not finite: training diverged before it was taken")
+        self._load({key.partition(".")[2]: tensor for key, tensor in state.items()})
+
+    def _load(self, state: dict[str, Tensor]) -> None:
         pass
 
 
@@ -82,7 +93,7 @@ class Anchored(Method):
 
     def __init__(self, model: nn.Module, strength: float):
         super().__init__(model)
-        if not strength >= 0:
+        if not 0 <= strength < inf:
             raise ValueError(f"strength must be a number of at least 0, got {strength}")
         self.strength = strength
         self.importance: dict[str, Tensor] = {}
@@ -115,9 +126,10 @@ class Anchored(Method):
         return {"importance": self.importance, "anchor": self.anchor}
 
     def state(self) -> dict[str, Tensor]:
-        return {f"{kind}.{name}": t.clone() for kind, table in self._tables().items() for name, t in table.items()}
+        mine, tables = type(self).__name__, self._tables().items()
+        return {f"{mine}.{kind}.{name}": t.clone() for kind, table in tables for name, t in table.items()}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def _load(self, state: dict[str, Tensor]) -> None:
         tables, mine = self._tables(), f"the state of the {type(self).__name__} of this model"
         for key, tensor in state.items():
             kind, _, name = key.partition(".")
@@ -126,7 +138,8 @@ class Anchored(Method):
         given = {kind: [f"{kind}.{name}" in state for name in self.parameters] for kind in tables}
         odd = [kind for kind, has in given.items() if any(has) != all(has) or not (any(has) or kind in self._late)]
         if odd or given["importance"] != given["anchor"]:
-            raise ValueError(f"{mine} has every parameter's {odd[0] if odd else 'importance and anchor, or neither'}")
+            wanted = odd[0] if odd else "importance and anchor, or neither"
+            raise ValueError(f"this is not all of {mine}: that has every parameter's {wanted}")
         for kind, table in tables.items():
             table.clear()
             if any(given[kind]):
@@ -220,5 +233,5 @@ def make(name: Name, model: nn.Module, strength: float | None = None) -> Method:
     if name not in Name.__args__:
         raise ValueError(f"method must be one of {', '.join(Name.__args__)}, got {name!r}")
     if (name in METHODS) != (strength is not None):
-        raise ValueError(f"{name} {'needs a' if name in METHODS else 'has no'} strength, got {strength}")
+        raise ValueError(f"{name} needs a strength" if name in METHODS else f"{name} has no strength: leave it out")
     return Method(model) if strength is None else METHODS[name](model, strength)

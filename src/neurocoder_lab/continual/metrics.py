@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -31,18 +33,19 @@ def accuracies(stream: Stream, model: nn.Module, learned: int) -> Tensor:
     return torch.stack(found)
 
 
-def summary(matrix: Tensor) -> dict[str, float]:
+def summary(matrix: Tensor | Sequence[Tensor]) -> dict[str, float]:
     """Average accuracy at the end and when each task was just learned, forgetting, transfer; in the matrix's unit.
 
     Args:
-        matrix: (T + 1, T): row 0 before any training, row t after learning task t; a column a task.
+        matrix: (T + 1, T), or its rows: row 0 before any training, row t after learning task t; a column a task.
 
     Forgetting (Chaudhry et al. 2018) is how far each task but the last fell from the best it ever had; transfer is
     that of Lopez-Paz and Ranzato (2017): backward from when a task was learned to the end, forward from the untrained
     network to just before a task is learned. In the class scenario an output that was not trained yet is never chosen,
     so forward transfer says nothing there: it is 0.
     """
-    tasks = matrix.shape[1]
+    matrix = torch.stack([*matrix])
+    tasks = matrix.shape[-1]
     if matrix.shape != (tasks + 1, tasks):
         raise ValueError(f"the matrix must be (tasks + 1, tasks), got {tuple(matrix.shape)}")
     found = {"accuracy": matrix[-1].mean().item(), "learned": matrix.diagonal(-1).mean().item()}

@@ -37,6 +37,8 @@ class Stream:
     def __post_init__(self) -> None:
         if self.scenario not in SCENARIOS:
             raise ValueError(f"scenario must be one of {', '.join(SCENARIOS)}, got {self.scenario!r}")
+        if not all(isinstance(count, int) for count in self.classes):
+            raise TypeError(f"classes of a Stream are how many each task has, such as (2, 2); got {self.classes}")
         if not len(self.train) == len(self.test) == len(self.classes) > 0:
             counts = f"{len(self.train)}, {len(self.test)} and {len(self.classes)}"
             raise ValueError(f"train, test and classes must speak of the same tasks, got {counts} of them")
@@ -79,8 +81,10 @@ class Stream:
 
 
 def _checked(data: Labelled, name: str) -> Labelled:
-    """Inputs and labels that fit each other; whole labels of any kind become long ones."""
-    x, y = data
+    """Inputs and labels that fit each other; arrays become tensors, whole labels of any kind long ones."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise TypeError(f"{name} must be a pair of inputs and labels, got a {type(data).__name__}")
+    x, y = map(torch.as_tensor, data)
     if y.dim() != 1 or y.is_floating_point() or y.is_complex():
         raise ValueError(f"{name} needs whole labels of shape (N,), got {tuple(y.shape)} of {y.dtype}")
     if len(x) != len(y) or not len(y):
@@ -91,7 +95,10 @@ def _checked(data: Labelled, name: str) -> Labelled:
 def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], scenario: Scenario) -> Stream:
     """Cut labelled data into tasks by class, say [[0, 1], [2, 3]]; examples of other classes are left out."""
     train, test = _checked(train, "train"), _checked(test, "test")
-    classes = [[int(label) for label in group] for group in classes]
+    try:
+        classes = [[int(label) for label in group] for group in classes]
+    except TypeError:
+        raise TypeError(f"classes must be lists of labels, such as [[0, 1], [2, 3]]; got {classes}") from None
     flat = [label for group in classes for label in group]
     if len({*flat}) < len(flat) or not flat or not all(classes):
         raise ValueError(f"every task needs classes, and no class may stand twice: got {classes}")
@@ -118,6 +125,8 @@ class MultiHead(nn.Module):
 
     def __init__(self, body: nn.Module, heads: Sequence[nn.Module]):
         super().__init__()
+        if len({*map(id, heads)}) < len(heads):
+            raise ValueError("every task needs a head of its own, and one stands twice")
         self.body, self.heads = body, nn.ModuleList(heads)
 
     def forward(self, x: Tensor, task: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -42,8 +43,8 @@ class StreamConfig(Config):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LabError(f"{name} must be at least 1, got {value}")
-        if self.penalty is not None and not self.penalty >= 0:
-            raise LabError(f"penalty must not be negative, got {self.penalty}")
+        if self.penalty is not None and not 0 <= self.penalty < inf:
+            raise LabError(f"penalty must be a number that is not negative, got {self.penalty}")
 
     def stream(
         self,

@@ -42,7 +42,7 @@ TASKS = {
 }
 HIDDEN = 512, 256
 BATCH = 128
-EPOCHS = {"smoke": 1, "desk": 4, "paper": 4}
+EPOCHS = {"smoke": 3, "desk": 4, "paper": 4}
 EXAMPLES = {"smoke": 1000, "desk": 50_000, "paper": 50_000}
 # the paper's least_used = 5 does nothing in a single step; sharpness 1: its attention has no temperature
 LAYERS: dict[str, Any] = {"slots": 100, "heads": 10, "key_dim": 5, "sharpness": 1.0}

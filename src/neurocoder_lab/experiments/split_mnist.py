@@ -40,7 +40,7 @@ TITLES = {"adam": "Adam", "adagrad": "Adagrad", "l2": "L2", "si": "SI", "ewc": "
 TASKS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 PIXELS = 0.1000, 0.2752  # mean and standard deviation
 BATCH = 128
-EPOCHS = {"smoke": 1, "desk": 4, "paper": 4}
+EPOCHS = {"smoke": 3, "desk": 4, "paper": 4}
 EXAMPLES = {"smoke": 256, "desk": 60_000, "paper": 60_000}
 LAYERS: dict[str, dict[str, Any]] = {
     "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 5, "key_dim": 5},
