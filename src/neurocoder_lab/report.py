@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
@@ -23,8 +22,11 @@ def _of_one_budget(runs: Runs) -> Runs:
 
 
 def _commands(experiment: Experiment, runs: Runs) -> list[str]:
-    """The sweeps that make these runs, no more and no less: grids on the axes, each with its number of seeds."""
-    grids = Counter(tuple((run["config"][name],) for name in experiment.axes) for run in runs)
+    """The sweeps that make these runs: grids on the axes, each with its number of seeds."""
+    grids: dict[Any, int] = {}
+    for run in runs:
+        place = tuple((run["config"][name],) for name in experiment.axes)
+        grids[place] = max(grids.get(place, 0), run["config"]["seed"] + 1)
     for axis, values in enumerate(experiment.axes.values()):  # join grids that differ on this axis alone
         joined: dict[Any, set[Any]] = {}
         for grid, seeds in grids.items():

@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
             raise LabError(text) from None
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise LabError(f"{path.parent} cannot be written to: {error.strerror}; choose another folder") from None
-        raise LabError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+        raise LabError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -111,8 +111,9 @@ def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]],
         """A run whose process dies is started again, and resumes."""
         waiting, running = [(job, ATTEMPTS) for job in jobs], {}
         alive, _held = context.Pipe(duplex=False)  # its other end is closed when this process ends
-        with ignoring(signal.SIGINT):  # a terminal's ctrl-C reaches all processes: this one ends the others
-            forkserver.ensure_running()
+        if jobs:
+            with ignoring(signal.SIGINT):  # a terminal's ctrl-C reaches all processes: this one ends the others
+                forkserver.ensure_running()
         with stopping() as asked:
             while waiting or running:
                 while waiting and len(running) < workers:

@@ -52,17 +52,16 @@ def tune(experiment: Experiment, runs: Path, workers: int) -> None:
         rows = _known()
         for place in grid.places():
             about = {"experiment": experiment.name, "setting": grid.setting, "place": place}
-            accuracy = {
-                str(value): round(finished(experiment, config, runs)["final"]["accuracy"], 2)
-                for where, value, config in tried
-                if where == place and config not in failed
-            }
-            if accuracy:  # else what was found there before stays
-                rows = [row for row in rows if any(row[name] != value for name, value in about.items())]
-                rows.append(about | {"accuracy": accuracy})
+            before = [row for row in rows if all(row[name] == value for name, value in about.items())]
+            accuracy = dict(before[0]["accuracy"]) if before else {}  # of a run that fails, what was known of it stays
+            for where, value, config in tried:
+                if where == place and config not in failed:
+                    accuracy[str(value)] = round(finished(experiment, config, runs)["final"]["accuracy"], 2)
+            rows = [row for row in rows if row not in before]
+            rows += [about | {"accuracy": accuracy}] if accuracy else []
         write_json(FILE, rows)
     for row in _known():
         if row["experiment"] == experiment.name:
             print(row["setting"], *row["place"].values(), row["accuracy"])
     if failed:
-        raise LabError(f"{len(failed)} runs failed; what they tried is not in {FILE.name}")
+        raise LabError(f"{len(failed)} runs failed; of these {FILE.name} has nothing new")

@@ -256,6 +256,24 @@ def test_a_model_without_memories_has_no_orthogonal_loss():
     close(fisher(model, x, extra=lambda: 10 * nc.orthogonality(model)), fisher(model, x))
 
 
+class Reused(nn.Module):
+    """A weight that is used beside its layer as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + x.square() @ self.layer.weight.t()
+
+
+def test_a_blank_first_sample_hides_no_other_use_of_a_weight():
+    torch.manual_seed(0)
+    model, x = Reused().double(), torch.randn(11, 6, dtype=torch.float64)
+    x[0] = 0
+    close(fisher(model, x), slow_fisher(model, x))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
 def test_a_blank_first_sample_hides_no_weight(norm):

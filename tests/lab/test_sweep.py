@@ -102,12 +102,16 @@ def test_a_terminal_s_interrupt_stops_a_sweep_without_a_traceback(tmp_path, seen
     runs = tmp_path / "runs"
     command = [sys.executable, "-m", "neurocoder_lab", *words, "--runs", str(runs)]
     begun = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not any(runs.rglob(seen) if seen else [*runs.glob("results")]):
-        time.sleep(0.02)
-    time.sleep(0.5)
-    os.killpg(begun.pid, signal.SIGINT)
-    assert begun.communicate()[1] == "the sweep was stopped; the same command goes on\n"
-    assert begun.returncode == 3
+    try:
+        while not any(runs.rglob(seen or "results")):
+            assert begun.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.killpg(begun.pid, signal.SIGINT)
+        assert begun.communicate(timeout=120)[1] == "the sweep was stopped; the same command goes on\n"
+        assert begun.returncode == 3
+    finally:
+        begun.kill()
 
 
 def test_a_ray_cluster_that_loses_a_node_finishes_with_the_same_results(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -37,7 +38,7 @@ class Stream:
     def __post_init__(self) -> None:
         if self.scenario not in SCENARIOS:
             raise ValueError(f"scenario must be one of {', '.join(SCENARIOS)}, got {self.scenario!r}")
-        if not all(isinstance(count, int) for count in self.classes):
+        if not all(isinstance(count, Integral) for count in self.classes):
             raise TypeError(f"classes of a Stream are how many each task has, such as (2, 2); got {self.classes}")
         if not len(self.train) == len(self.test) == len(self.classes) > 0:
             counts = f"{len(self.train)}, {len(self.test)} and {len(self.classes)}"

@@ -151,4 +151,8 @@ class Learner(Task):
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         self.order, self.matrix = state["order"], state["matrix"]
-        self.method.load_state({n.removeprefix("method."): t for n, t in state.items() if n.startswith("method.")})
+        held = {name.removeprefix("method."): t for name, t in state.items() if name.startswith("method.")}
+        try:
+            self.method.load_state(held)
+        except ValueError as error:
+            raise LabError(f"the checkpoint cannot be used: {error} Remove the run's folder to start again") from None

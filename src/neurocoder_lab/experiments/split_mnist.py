@@ -91,7 +91,7 @@ class SplitMnist(StreamConfig):
         if self.method not in GRID and (self.penalty or self.strength == "tuned"):
             raise LabError(f"{self.method} has no penalty to tune: --method {' '.join(GRID)} have")
         if self.strength == "tuned" and self.hidden != 256:
-            raise LabError("penalties are tuned for 256 hidden units: give --penalty instead of --strength tuned")
+            raise LabError("penalties are tuned for 256 hidden units: with others, neurocoder run takes --penalty")
 
 
 def fill(config: SplitMnist) -> dict[str, Any]:
