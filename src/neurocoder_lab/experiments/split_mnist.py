@@ -155,10 +155,8 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
         if strength == "tuned" and mine:  # plain training has nothing to tune
             mine = Runs([*mine, *(run for run in here if run["config"]["method"] not in GRID)])
         models = [model for model in MODELS if mine.where(model=model)]
-        source = "paper" if hidden == 256 else "authors' logs"
-        header = ["method"]
-        for model in models:
-            header += [NAMES[model]] if scenario == "class" else [NAMES[model], f"{NAMES[model]}, {source}"]
+        beside = ["paper" if hidden == 256 else "authors' logs"] if scenario != "class" and strength != "tuned" else []
+        header = ["method", *(name for model in models for name in (NAMES[model], *beside))]
         rows = []
         for method in METHODS:
             theirs = paper(scenario, method) if hidden == 256 else LOGS.get((scenario, method), {})
@@ -167,7 +165,7 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
                 ran = mine.where(method=method, model=model)
                 chosen = f", λ = {ran[0]['config']['penalty']:g}" if ran.where(strength="tuned") else ""
                 row.append(spread(ran.values("accuracy")) + chosen)
-                if scenario != "class":
+                if beside:
                     row.append("{:.2f} ± {:.2f}".format(*theirs[model]) if model in theirs else "-")
             rows += [row] if mine.where(method=method) else []
         if rows:
