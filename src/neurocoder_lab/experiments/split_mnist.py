@@ -84,7 +84,7 @@ class SplitMnist(StreamConfig):
     hidden: Literal[256, 400] = 256
     """Width of the hidden layers: 256 as in the paper's table of sizes, 400 as in the authors' logs."""
     strength: Literal["benchmark", "tuned"] = "benchmark"
-    """Strength of the penalty: as in the benchmark, or as tuned on held-out training data for each model."""
+    """Strength of the penalty: as in the benchmark, or as tuned on held-out data for each model (256 hidden units)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
