@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import continual
 from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, make, split, summary
+from neurocoder_lab.continual.training import Learner
 from neurocoder_lab.store import LabError
 from tests.lab.test_fisher import plain, slow_fisher
 
@@ -175,6 +176,15 @@ def test_states_are_copies_and_foreign_ones_refused():
         method.load_state(without)
     method.load_state(state)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in method.state().items())
+
+
+def test_a_run_says_what_to_do_with_another_method_s_checkpoint():
+    model = nn.Linear(6, 2)
+    stream = split(DATA, DATA, [[0, 1], [2, 3]], "domain")
+    learner = Learner(model, torch.optim.Adam(model.parameters()), stream, make("l2", model, 1.0), epochs=1, batch=8)
+    foreign = learner.state() | {"method.SI.path.weight": torch.zeros(2, 6)}
+    with pytest.raises(LabError, match=r"remove the run's folder to start again: SI\.path\.weight is not"):
+        learner.load_state(foreign)
 
 
 @pytest.mark.parametrize("name", ["l2", "si", "ewc"])

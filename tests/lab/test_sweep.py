@@ -96,7 +96,7 @@ def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("seen", ["", "lock", "metrics.jsonl"])
-def test_a_terminal_s_interrupt_stops_a_sweep_without_a_traceback(tmp_path, seen):
+def test_an_interrupt_from_a_terminal_stops_a_sweep_without_a_traceback(tmp_path, seen):
     """It reaches every process: while the first of them imports, while a run starts, while it trains."""
     words = ["sweep", "polynomial", "--model", "linear", "--setting", "plain", "--seeds", "2"]
     runs = tmp_path / "runs"

@@ -155,4 +155,4 @@ class Learner(Task):
         try:
             self.method.load_state(held)
         except ValueError as error:
-            raise LabError(f"the checkpoint cannot be used: {error} Remove the run's folder to start again") from None
+            raise LabError(f"the checkpoint cannot be used, remove the run's folder to start again: {error}") from None
