@@ -32,7 +32,7 @@ class Linear(ProgramLayer):
             is empty in the first; 0 turns it off, and the gates with it.
         residual: add the residual program R and its gate.
         sharpness: factor on the cosine similarities of content attention; by default 3 for keys of length 5, growing
-            with the root of key_dim.
+            with the root of key_dim; with compat="authors" 10 / key_dim, for one step 1 / key_dim.
         controller: "linear" (default for one step); "lstm" (default for several), with 3 * heads * key_dim + 1 units
             whose output is the queries; or a number of units of an LSTM whose state is mapped to the queries.
         control_features: width of `control`, where the controller looks at something other than x.

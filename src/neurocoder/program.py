@@ -22,10 +22,13 @@ _MANY = 16  # with so many rows a column, products of a transposed copy are twic
 
 
 def default_sharpness(key_dim: int, steps: int, compat: str | None) -> float:
-    """3 for keys of length 5; the cosines of random directions shrink with the root of it. The authors': 10 or 1."""
+    """3 for keys of length 5; the cosines of random directions shrink with the root of it.
+
+    The authors multiply by 10 with several steps, and divide by K in any case: they expand the norms to K columns.
+    """
     if compat is None:
         return 3.0 * sqrt(key_dim / 5)
-    return 10.0 if steps > 1 else 1.0
+    return (10.0 if steps > 1 else 1.0) / key_dim
 
 
 class Signals(NamedTuple):
