@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import neurocoder as nc
 from neurocoder_lab.run import source
-from neurocoder_lab.store import make_folder, write_json
+from neurocoder_lab.store import LabError, make_folder, write_json
 
 BATCH = 128
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -175,6 +175,10 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -> None:
     """Print every ratio, and write them where `out` says."""
+    if repeats < 1 or not widths or min(widths) < 1:
+        raise LabError(
+            f"repeats and widths must be at least 1, got --repeats {repeats} --widths {' '.join(map(str, widths))}"
+        )
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"Step time over the dense layer's, batch {BATCH}, slots 30, key_dim 5, least_used 5, one thread")

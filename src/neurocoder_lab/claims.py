@@ -9,12 +9,12 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from neurocoder_lab import results
-from neurocoder_lab.results import Runs, deviation
-from neurocoder_lab.rules import FEWEST, LEVEL, Rule, Verdict, rules
+from neurocoder_lab import experiments, results
+from neurocoder_lab.evidence import described, holm
+from neurocoder_lab.results import Runs
+from neurocoder_lab.rules import COUNTED, LEVEL, Rule, Verdict, rules
 from neurocoder_lab.store import LabError
 
 BUDGETS = ("paper", "desk", "smoke")  # longest first
@@ -22,7 +22,7 @@ BUDGETS = ("paper", "desk", "smoke")  # longest first
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim and what became of it here."""
+    """A claim and what became of it here; p-values, of the claim and of its opposite, are corrected ones."""
 
     id: str
     source: str
@@ -33,6 +33,8 @@ class Judged:
     n: int
     budget: str | None
     numbers: list[dict[str, Any]]
+    p: float | None
+    p_opposite: float | None
     rule: str
     experiment: str
 
@@ -42,108 +44,98 @@ def published() -> list[dict[str, Any]]:
     return json.loads((files("neurocoder_lab") / "claims.json").read_text())
 
 
-def judge(folder: Path) -> list[Judged]:
-    """Every claim, judged by the results in the folder."""
+def judge(folder: Path, dirty: bool = False) -> list[Judged]:
+    """Every claim, judged by the results in the folder; runs of uncommitted code count only if `dirty` says so."""
     if not folder.is_dir():
         raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
     known = rules()
-    found_runs = {rule.experiment: results.load(folder, rule.experiment) for rule in known.values()}
-    loaded = {name: _chosen(rule, found_runs[rule.experiment]) for name, rule in known.items()}
-    corrected = _corrected(known, loaded)
+    sources = {rule.experiment for rule in known.values()} & {*experiments.NAMES, *COUNTED}
+    if not any((folder / f"{name}.json").is_file() for name in sources):
+        raise LabError(f"{folder} holds no results: neurocoder sweep makes them, or name another folder with --results")
+    every = {name: results.load(folder, name, dirty) for name in sources}
+    chosen = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
+    corrected = _corrected(known, chosen)
     found = []
     for claim in published():
-        name = claim["id"]
-        rule, runs = known[name], loaded[name]
-        verdict, ours = _verdict(name, rule, runs, corrected)
-        ran = verdict != "not-run"
-        if not ran and found_runs[rule.experiment]:
-            lacking = [side for side in rule.sides() if not found_runs[rule.experiment].where(**side)]
-            ours = f"no runs of {' '.join(map(str, lacking[0].values()))}" if lacking else ""
-        n = min((len(runs.where(**side)) for side in rule.sides()), default=len(runs)) if ran else 0
-        budget = runs[0]["config"]["budget"] if ran else None
-        numbers = _numbers(rule, runs) if ran else []
-        found.append(Judged(**claim, verdict=verdict, ours=ours, n=n, budget=budget, numbers=numbers, rule=rule.how,
-                            experiment=rule.experiment))  # fmt: skip
+        rule, runs = known[claim["id"]], chosen[claim["id"]]
+        p, p_opposite = corrected.get(claim["id"], (None, None))
+        verdict = _verdict(rule, runs, p, p_opposite)
+        told = _told(rule, runs) if runs else _lacking(rule, every.get(rule.experiment, Runs()))
+        counts = [len(group.runs(runs)) for group in rule.groups()]
+        numbers = [group.numbers(runs) for group in rule.groups()] if runs else []
+        budget = runs[0]["config"]["budget"] if runs else None
+        found.append(Judged(**claim, verdict=verdict, ours=told, n=min(counts), budget=budget, numbers=numbers,
+                            p=p, p_opposite=p_opposite, rule=rule.how(), experiment=rule.experiment))  # fmt: skip
     return found
 
 
 def _chosen(rule: Rule, runs: Runs) -> Runs:
-    """Runs of the longest budget at which every side has enough of them; else at which every side has some."""
-    for fewest in (FEWEST, 1):
+    """Runs of the longest budget at which every group has enough of them; else at which every group has some."""
+    for fewest in (rule.fewest, 1):
         for budget in BUDGETS:
             chosen = runs.where(budget=budget)
-            if chosen and all(len(chosen.where(**side)) >= fewest for side in rule.sides()):
+            if chosen and all(len(group.runs(chosen)) >= fewest for group in rule.groups()):
                 return chosen
     return Runs()
 
 
-def _verdict(
-    name: str, rule: Rule, runs: Runs, corrected: dict[tuple[str, int], tuple[float, float]]
-) -> tuple[Verdict, str]:
+def _decidable(rule: Rule, runs: Runs) -> Verdict | None:
+    """Why these runs cannot decide it; None where they can."""
     if not runs:
-        return "not-run", ""
-    if rule.judge is not None:
-        verdict, ours = rule.judge(runs)
-    else:
-        sides = _numbers(rule, runs)
-        ours = "; ".join(_told(side, [other["runs"] for other in sides]) for side in sides)
-        p_values = [corrected.get((name, place)) for place in range(len(rule.comparisons))]
-        known = [p for p in p_values if p is not None]
-        if any(against < LEVEL for _, against in known):
-            verdict = "contradicted"
-        elif len(known) == len(p_values) and all(claimed < LEVEL for claimed, _ in known):
-            verdict = "holds"
-        else:
-            verdict = "inconclusive"
-    mine = Runs(run for side in rule.sides() for run in runs.where(**side)) if rule.sides() else runs
-    if runs[0]["config"]["budget"] == "smoke" or not rule.at_stake(mine):
-        verdict = "budget-too-short"
-    return verdict, ours
+        return "not-run"
+    if runs[0]["config"]["budget"] == "smoke" or not all(condition.holds(runs) for condition in rule.enough):
+        return "budget-too-short"
+    if min(len(group.runs(runs)) for group in rule.groups()) < rule.fewest:
+        return "inconclusive"
+    return None
 
 
-def _numbers(rule: Rule, runs: Runs) -> list[dict[str, Any]]:
-    """What was measured of every side that is compared, each once."""
-    found = []
-    for comparison in rule.comparisons:
-        for side in (comparison.better, comparison.worse):
-            values = runs.where(**side).values(comparison.metric)
-            best = (min if comparison.lower else max)(values)
-            entry = {"runs": side, "metric": comparison.metric, "mean": mean(values), "std": deviation(values)}
-            entry |= {"best": best, "n": len(values)}
-            if entry not in found:
-                found.append(entry)
-    return found
+def _verdict(rule: Rule, runs: Runs, p: float | None, p_opposite: float | None) -> Verdict:
+    """A claim without tests, and so without p-values, rests on its conditions alone."""
+    undecided = _decidable(rule, runs)
+    if undecided is not None:
+        return undecided
+    failed = [condition for condition in rule.conditions if not condition.holds(runs)]
+    if (p_opposite is not None and p_opposite < LEVEL) or any(condition.sure for condition in failed):
+        return "contradicted"
+    return "inconclusive" if failed or (p is not None and p >= LEVEL) else "holds"
 
 
-def _told(side: dict[str, Any], all_sides: list[dict[str, Any]]) -> str:
+def _corrected(known: dict[str, Rule], chosen: dict[str, Runs]) -> dict[str, tuple[float, float]]:
+    """p-values of each claim and of its opposite, corrected by Holm's method between the claims of a table."""
+    tables: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, rule in known.items():
+        if rule.tests and _decidable(rule, chosen[name]) is None:
+            claimed, opposite = zip(*(test.p_values(chosen[name]) for test in rule.tests), strict=True)
+            table = tables.setdefault(rule.table or rule.experiment, {})
+            table[name] = max(claimed), min(1.0, len(opposite) * min(opposite))
+    corrected = {}
+    for table in tables.values():
+        columns = [holm([*column]) for column in zip(*table.values(), strict=True)]
+        corrected |= dict(zip(table, zip(*columns, strict=True), strict=True))
+    return corrected
+
+
+def _told(rule: Rule, runs: Runs) -> str:
+    """What was measured: every tested group, those beside them, and what the conditions have to say."""
+    beside = [group for group in rule.beside if group.runs(runs)]
+    numbers = [group.numbers(runs) for group in (*rule.tested(), *beside)]
+    parts = [_one(side, numbers) for side in numbers]
+    parts += [condition.tell(runs) for condition in (*rule.conditions, *rule.enough)]
+    return "; ".join(part for part in parts if part)
+
+
+def _one(side: dict[str, Any], all_sides: list[dict[str, Any]]) -> str:
     """Its numbers, named by its model and by whatever else the sides differ in."""
     runs = side["runs"]
-    differs = [name for name in runs if name == "model" or any(other.get(name) != runs[name] for other in all_sides)]
-    name = " ".join(str(runs[name]) for name in differs)
+    differs = [name for name in runs if name == "model" or any(o["runs"].get(name) != runs[name] for o in all_sides)]
+    name = described({name: runs[name] for name in differs})
+    if any(other["metric"] != side["metric"] for other in all_sides):
+        name = f"{side['metric']} of {name}"
     return f"{name} {side['mean']:.4g} ± {side['std']:.2g} ({side['n']}), best {side['best']:.4g}"
 
 
-def _corrected(known: dict[str, Rule], loaded: dict[str, Runs]) -> dict[tuple[str, int], tuple[float, float]]:
-    """p-values of both directions, each corrected by Holm's method within its table."""
-    tables: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
-    for name, rule in known.items():
-        for place, comparison in enumerate(rule.comparisons):
-            p_values = comparison.p_values(loaded[name])
-            if p_values is not None:
-                tables.setdefault(rule.table or name, {})[name, place] = p_values
-    corrected = {}
-    for table in tables.values():
-        keys = [*table]
-        claimed, against = (holm([table[key][side] for key in keys]) for side in (0, 1))
-        corrected |= dict(zip(keys, zip(claimed, against, strict=True), strict=True))
-    return corrected
-
-
-def holm(p_values: list[float]) -> list[float]:
-    """Holm's correction: the i-th smallest of m is multiplied by m - i, and none is below one before it."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    corrected, highest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = highest
-    return corrected
+def _lacking(rule: Rule, runs: Runs) -> str:
+    """Which runs are not there, where others are."""
+    lacking = [group for group in rule.groups() if not group.runs(runs)] if runs else []
+    return f"no runs of {described(lacking[0].where)}" if lacking else ""

@@ -1,4 +1,4 @@
-"""The command line: `neurocoder list | run | sweep | tune | report | claims | bench`."""
+"""The command line: `neurocoder list | run | sweep | retract | tune | report | claims | bench`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from neurocoder_lab import experiments
+from neurocoder_lab import experiments, tuning
 from neurocoder_lab.store import LabError, Stopped, make_folder
 from neurocoder_lab.task import Budget, Experiment
 
-RUNS, RESULTS = Path("runs"), Path("results")
+RUNS, RESULTS = Path("runs"), tuning.folder()
 COLOURS = {
     "holds": "green",
     "contradicted": "red",
@@ -78,21 +78,14 @@ def run(experiment: Experiment, arguments: list[str]) -> int:
 def sweep(experiment: Experiment, arguments: list[str]) -> int:
     """A grid of runs, and its results."""
     from neurocoder_lab import results
-    from neurocoder_lab.sweep import grid
+    from neurocoder_lab.sweep import distil, grid
     from neurocoder_lab.sweep import sweep as go
+    from neurocoder_lab.task import as_dict
 
-    axes: list[Any] = [
-        (
-            name,
-            Annotated[tuple[Literal[values], ...], tyro.conf.arg(help="Which of them.")],
-            field(default=experiment.main.get(name, values)),
-        )
-        for name, values in experiment.axes.items()
-    ]
     kind = make_dataclass(
         "Sweep",
         [
-            *axes,
+            *_axes(experiment, experiment.main),
             ("seeds", Annotated[int, tyro.conf.arg(help="Seeds 0 to this, less one.")], 3),
             ("budget", Annotated[Budget, tyro.conf.arg(help="smoke: seconds; desk: what we publish; paper.")], "desk"),
             ("workers", Annotated[int, tyro.conf.arg(help="Local processes, one thread each.")], 1),
@@ -100,39 +93,88 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
             ("engine", tyro.conf.OmitArgPrefixes[Engine], field(default=Engine())),
             (
                 "results",
-                Annotated[Path | None, tyro.conf.arg(help="Where to distil; <runs>/results by default.")],
-                None,
+                Annotated[Path, tyro.conf.arg(help="Folder of results; what it has is not run.")],
+                RESULTS,
             ),
+            ("dirty", Annotated[bool, tyro.conf.arg(help="Take in runs of uncommitted code.")], False),
         ],
     )
-    about = f"Every combination of: {', '.join(experiment.axes)}, and seeds. Finished runs are skipped."
+    about = (
+        f"Every combination of: {', '.join(experiment.axes)}, and seeds. Finished runs, and those in the results, are "
+        "skipped (neurocoder retract takes superseded ones out). To go on changing the code meanwhile: make worktree."
+    )
     args = tyro.cli(kind, prog=f"neurocoder sweep {experiment.name}", description=about, args=arguments)
     chosen = {name: getattr(args, name) for name in experiment.axes}
     empty = [name for name, values in chosen.items() if not values]
     if empty or args.seeds < 1:
         raise LabError(f"nothing to run: {'--seeds must be at least 1' if not empty else f'--{empty[0]} names none'}")
     configs = grid(experiment, chosen, args.seeds, budget=args.budget)
-    runs = args.engine.runs
-    target = args.results or runs / "results"
-    make_folder(target)
-    outcomes = go(
-        experiment,
-        configs,
-        runs,
-        workers=args.workers,
-        cluster=args.cluster,
-        checkpoint_seconds=args.engine.checkpoint_seconds,
-    )
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
-    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs finished")
-    for outcome in failed:
-        print(
-            f"failed: {experiment.label(outcome.config)} seed {outcome.config.seed}: {outcome.error}", file=sys.stderr
+    make_folder(args.results)
+    os.environ[tuning.FOLDER] = str(args.results)  # what was tuned beside these results
+    known = {results.identity(run["config"]) for run in results.load(args.results, experiment.name, args.dirty)}
+    todo = [config for config in configs if results.identity(as_dict(experiment.resolve(config))) not in known]
+    if len(todo) < len(configs):
+        print(f"{len(configs) - len(todo)} of {len(configs)} runs are in {args.results} already")
+    try:
+        outcomes = go(
+            experiment,
+            todo,
+            args.engine.runs,
+            workers=args.workers,
+            cluster=args.cluster,
+            checkpoint_seconds=args.engine.checkpoint_seconds,
         )
-    if len(failed) < len(outcomes):
-        file = results.distil(experiment, runs, target)
+    except Stopped:
+        distil(experiment, todo, args.engine.runs, args.results, args.dirty)
+        raise
+    failed = {outcome.config: outcome.error for outcome in outcomes if outcome.error is not None}
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs finished")
+    for config, error in failed.items():
+        print(f"failed: {experiment.label(config)} seed {config.seed}: {error}", file=sys.stderr)
+    ended = [config for config in todo if config not in failed]
+    file = distil(experiment, ended, args.engine.runs, args.results, args.dirty)
+    if file.is_file():
         print(f"results in {file}; to see them: neurocoder report --results {file.parent}")
     return 1 if failed else 0
+
+
+def retract(experiment: Experiment, arguments: list[str]) -> int:
+    """Take superseded runs out of the results."""
+    from neurocoder_lab import results
+
+    kind = make_dataclass(
+        "Retract",
+        [
+            *_axes(experiment, dict.fromkeys(experiment.axes, ())),
+            ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help="Which seeds; all if none is named.")], ()),
+            ("results", Annotated[Path, tyro.conf.arg(help="Folder of results.")], RESULTS),
+            ("yes", Annotated[bool, tyro.conf.arg(help="Do it; without, only say what would go.")], False),
+        ],
+    )
+    about = "Take runs out of the results that newer code supersedes; an axis that is not named matches all its values."
+    args = tyro.cli(kind, prog=f"neurocoder retract {experiment.name}", description=about, args=arguments)
+    chosen = {name: getattr(args, name) for name in experiment.axes if getattr(args, name)}
+    gone = results.retract(args.results, experiment.name, args.seeds, chosen, really=args.yes)
+    for name in experiment.axes:
+        print(f"{name}: {', '.join(sorted({str(run['config'][name]) for run in gone}))}")
+    print(f"{len(gone)} runs {'taken' if args.yes else 'would be taken'} out of {args.results / experiment.name}.json")
+    if args.yes:
+        print("a sweep runs them again, or takes them from their folders under runs/ if these are still there")
+    else:
+        print("to do it: --yes")
+    return 0
+
+
+def _axes(experiment: Experiment, defaults: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """An option for each axis of the experiment: which of its values."""
+    return [
+        (
+            name,
+            Annotated[tuple[Literal[values], ...], tyro.conf.arg(help="Which of them.")],
+            field(default=defaults.get(name, values)),
+        )
+        for name, values in experiment.axes.items()
+    ]
 
 
 def list_experiments() -> None:
@@ -145,41 +187,49 @@ def list_experiments() -> None:
     print("\nneurocoder run NAME --help shows the settings of one")
 
 
-def tune(experiment: tyro.conf.Positional[str], runs: Path = RUNS / "tuning", workers: int = 1) -> None:
-    """Choose an experiment's settings on held-out data, for all later runs: they go to the package's tuned.json.
+def tune(
+    experiment: tyro.conf.Positional[str],
+    runs: Path = RUNS / "tuning",
+    results: Path = RESULTS,
+    seeds: int = 3,
+    workers: int = 1,
+) -> None:
+    """Choose an experiment's settings on held-out data, for all later runs: they go to tuned.json beside the results.
 
     Args:
         experiment: split-mnist or split-cifar.
         runs: folder of the runs.
+        results: folder of results; what is tuned there comes before what the package has.
+        seeds: 0 to this, less one; at least three.
         workers: local processes, one thread each.
     """
-    from neurocoder_lab import tuning
-
-    tuning.tune(experiments.get(experiment), runs, workers)
+    tuning.tune(experiments.get(experiment), runs, results, seeds, workers)
 
 
-def report(results: Path = RESULTS, out: Path = Path("report.html")) -> None:
+def report(results: Path = RESULTS, out: Path = Path("report.html"), dirty: bool = False) -> None:
     """Write one self-contained page: claims, tables beside the papers', figures.
 
     Args:
-        results: folder of distilled results.
+        results: folder of results.
         out: the page.
+        dirty: take in runs of uncommitted code.
     """
     from neurocoder_lab.report import write
 
-    print(write(results, out))
+    print(write(results, out, dirty))
 
 
-def claims(results: Path = RESULTS, json: bool = False) -> None:
+def claims(results: Path = RESULTS, json: bool = False, dirty: bool = False) -> None:
     """Every claim of both papers: their number, ours, and the verdict.
 
     Args:
-        results: folder of distilled results.
+        results: folder of results.
         json: print a list of objects for machines.
+        dirty: take in runs of uncommitted code.
     """
     from neurocoder_lab.claims import judge
 
-    found = judge(results)
+    found = judge(results, dirty)
     if json:
         print(_json([dataclasses.asdict(claim) for claim in found]))
         return
@@ -238,6 +288,14 @@ def sweep_usage(experiment: tyro.conf.Positional[str]) -> None:
     """
 
 
+def retract_usage(experiment: tyro.conf.Positional[str]) -> None:
+    """Take superseded runs out of the results: neurocoder retract NAME --help.
+
+    Args:
+        experiment: one that neurocoder list shows.
+    """
+
+
 def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
     """The experiment named among the words, and the rest of them."""
     plain = [word for word in words if word in experiments.NAMES] or [w for w in words[:1] if not w.startswith("-")]
@@ -248,7 +306,7 @@ def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    inner = {"run": run, "sweep": sweep}
+    inner = {"run": run, "sweep": sweep, "retract": retract}
     try:
         if arguments and arguments[0] in inner and arguments[1:] not in (["-h"], ["--help"]):
             return inner[arguments[0]](*_named(arguments[0], arguments[1:]))
@@ -257,6 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "list": list_experiments,
                 "run": run_usage,
                 "sweep": sweep_usage,
+                "retract": retract_usage,
                 "tune": tune,
                 "report": report,
                 "claims": claims,

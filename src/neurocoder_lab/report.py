@@ -16,11 +16,6 @@ from neurocoder_lab.store import make_folder, replacing
 from neurocoder_lab.task import Experiment
 
 
-def _of_one_budget(runs: Runs) -> Runs:
-    """Those of the budget with the most runs; of equals, the longest."""
-    return max((runs.where(budget=budget) for budget in claims.BUDGETS), key=len)
-
-
 def _commands(experiment: Experiment, runs: Runs) -> list[str]:
     """The sweeps that make these runs: grids on the axes, each with its number of seeds."""
     grids: dict[Any, int] = {}
@@ -44,29 +39,37 @@ def _commands(experiment: Experiment, runs: Runs) -> list[str]:
     return found
 
 
-def write(folder: Path, out: Path) -> Path:
-    """Render the results in the folder; returns the page."""
-    judged = claims.judge(folder)
+def _part(experiment: Experiment, runs: Runs, left_out: int, judged: list[claims.Judged]) -> dict[str, Any]:
+    """What the page shows of the runs of one budget."""
+    budget = runs[0]["config"]["budget"]
+    seeds = len({run["config"]["seed"] for run in runs})
+    hours = sum(run["seconds"] for run in runs) / 3600
+    commits = sorted({run["environment"]["commit"] + ("+" if results.dirty(run) else "") for run in runs})
+    about = f"{len(runs)} runs, {seeds} seeds, budget {budget}, {hours:.1f} core hours, commit {', '.join(commits)}, "
+    about += f"torch {runs[0]['environment']['versions']['torch']}"
+    if left_out:
+        about += f"; {left_out} more runs, made by code with uncommitted changes, are left out"
+    return {
+        "experiment": experiment,
+        "budget": budget,
+        "about": about,
+        "commands": _commands(experiment, runs),
+        "tables": experiment.tables(runs),
+        "figures": experiment.figures(runs),
+        "claims": [claim for claim in judged if (claim.experiment, claim.budget) == (experiment.name, budget)],
+    }
+
+
+def write(folder: Path, out: Path, dirty: bool = False) -> Path:
+    """Render the results in the folder, every budget that there is; returns the page."""
+    judged = claims.judge(folder, dirty)
     shown = []
     for experiment in experiments.every():
-        runs = _of_one_budget(results.load(folder, experiment.name))
-        if not runs:
-            continue
-        budget = runs[0]["config"]["budget"]
-        seeds = len({run["config"]["seed"] for run in runs})
-        hours = sum(run["seconds"] for run in runs) / 3600
-        commits = sorted({run["environment"]["commit"] + ("+" if run["environment"]["dirty"] else "") for run in runs})
-        shown.append(
-            {
-                "experiment": experiment,
-                "about": f"{len(runs)} runs, {seeds} seeds, budget {budget}, {hours:.1f} core hours, "
-                f"commit {', '.join(commits)}, torch {runs[0]['environment']['versions']['torch']}",
-                "commands": _commands(experiment, runs),
-                "tables": experiment.tables(runs),
-                "figures": experiment.figures(runs),
-                "claims": [claim for claim in judged if claim.experiment == experiment.name],
-            }
-        )
+        for budget in claims.BUDGETS:
+            every = results.load(folder, experiment.name, dirty_too=True).where(budget=budget)
+            runs = Runs(run for run in every if dirty or not results.dirty(run))
+            if runs:
+                shown.append(_part(experiment, runs, len(every) - len(runs), judged))
     counts = [(verdict, sum(claim.verdict == verdict for claim in judged)) for verdict in get_args(Verdict)]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         (files("neurocoder_lab") / "report.html.jinja").read_text()

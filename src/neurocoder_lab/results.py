@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from neurocoder_lab.store import LabError, make_folder, read_json, write_json
-from neurocoder_lab.task import Experiment, as_dict
+from neurocoder_lab.store import LabError, make_folder, read_json, waiting_for, write_json
 
 FORMAT = 1
 
@@ -46,42 +45,59 @@ def spread(values: list[float], digits: int = 4) -> str:
     return f"{mean(values):.{digits}g} ± {deviation(values):.2g} ({len(values)})"
 
 
-def distil(experiment: Experiment, runs: Path, results: Path) -> Path:
-    """Write what every finished run of the experiment found to results/<experiment>.json; returns the file.
-
-    Runs with settings of their own, such as another learning rate, are left out: they may not be compared.
-    """
-    found = []
-    for file in sorted((runs / experiment.name).glob("*/seed-*/result.json")):
-        folder = file.parent
-        try:
-            config = experiment.config(**read_json(folder / "config.json")["config"])
-            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            final = read_json(file)
-        except (LabError, TypeError, KeyError, OSError, ValueError) as error:
-            print(f"left out {folder}: {error}", file=sys.stderr)
-            continue
-        if not experiment.standard(config):
-            continue
-        curve = {name: [round_(row[name]) for row in rows] for name in rows[0]} if rows else {}
-        found.append(
-            {
-                "config": as_dict(config),
-                "final": final["final"],
-                "seconds": final["seconds"],
-                "curve": curve,
-                "environment": read_json(folder / "environment.json"),
-            }
-        )
-    if not found:
-        raise LabError(f"no finished run of {experiment.name} under {runs}")
-    return write(results, experiment.name, found)
+def dirty(run: dict[str, Any]) -> bool:
+    """Whether code that was not committed had a part in the run, when it began or when it was resumed."""
+    environment = run["environment"]
+    return any(place.get("dirty", False) for place in (environment, *environment.get("later", [])))
 
 
-def write(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
+def identity(config: dict[str, Any]) -> str:
+    """What makes two runs the same: their settings and seed."""
+    return json.dumps(config, sort_keys=True)
+
+
+def merge(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
+    """Put the runs into results/<name>.json beside those that are there; one that is there already is replaced."""
+
+    def together(known: Runs) -> list[dict[str, Any]]:
+        return [*{identity(run["config"]): run for run in (*known, *runs)}.values()]
+
+    return _change(results, name, together)
+
+
+def replace(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
+    """Write results/<name>.json anew: for what is counted all at once."""
+    return _change(results, name, lambda known: runs)
+
+
+def retract(
+    results: Path, name: str, seeds: tuple[int, ...], chosen: dict[str, tuple[Any, ...]], really: bool
+) -> list[dict[str, Any]]:
+    """Take out of results/<name>.json the runs with these seeds (all, if none is given) and one of the chosen values of
+    each setting, or only say which they are."""
+
+    def superseded(run: dict[str, Any]) -> bool:
+        config = run["config"]
+        return (not seeds or config["seed"] in seeds) and all(config[key] in values for key, values in chosen.items())
+
+    gone = [run for run in load(results, name, dirty_too=True) if superseded(run)]
+    if really and gone:
+        _change(results, name, lambda known: [run for run in known if not superseded(run)])
+    return gone
+
+
+def _change(results: Path, name: str, change: Callable[[Runs], list[dict[str, Any]]]) -> Path:
+    """Replace a file of results by what becomes of it; others who change it at the same time wait for each other."""
     make_folder(results)
     target = results / f"{name}.json"
-    write_json(target, {"format": FORMAT, "experiment": name, "runs": runs})
+    with waiting_for(results):
+        for left in results.glob(f".{name}.json.*"):  # by a process that was killed while it wrote
+            left.unlink()
+        runs = change(load(results, name, dirty_too=True))
+        if runs:
+            write_json(target, {"format": FORMAT, "experiment": name, "runs": runs})
+        else:
+            target.unlink(missing_ok=True)
     return target
 
 
@@ -89,8 +105,8 @@ def round_(value: float) -> float:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def load(results: Path, name: str) -> Runs:
-    """The published runs of an experiment; none if its file is not there."""
+def load(results: Path, name: str, dirty_too: bool = False) -> Runs:
+    """The published runs of an experiment, if any; those of uncommitted code only if asked for."""
     file = results / f"{name}.json"
     if not file.is_file():
         return Runs()
@@ -100,4 +116,4 @@ def load(results: Path, name: str) -> Runs:
         raise LabError(f"{file} is not whole JSON: it was cut short or edited; remove it and sweep again") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LabError(f"{file} is from another version of the laboratory")
-    return Runs(content["runs"])
+    return Runs(run for run in content["runs"] if dirty_too or not dirty(run))

@@ -336,13 +336,14 @@ def environment(accelerator: Accelerator, engine: dict[str, Any], fingerprint: s
 
 
 def source() -> dict[str, Any]:
-    """Commit of the code, and whether the code differs from it."""
+    """Commit of the code, and whether the code differs from it: changed or new files beside this package."""
+    code = Path(__file__).parent.parent
 
     def git(*words: str) -> str:
-        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
+        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=code)
         return told.stdout.strip() if told.returncode == 0 else ""
 
     return {
         "commit": git("rev-parse", "--short", "HEAD") or "unknown",
-        "dirty": bool(git("status", "--porcelain", "-uno")),
+        "dirty": bool(git("status", "--porcelain", "--", ".")),
     }

@@ -94,6 +94,18 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def waiting_for(folder: Path) -> Iterator[None]:
+    """Change the folder's files one process after the other; the lock ends with the process, however that dies."""
+    try:
+        file = open(folder / ".lock", "a")  # noqa: SIM115
+    except OSError as error:
+        raise LabError(f"{folder} cannot be written to: {error.strerror}; choose another folder") from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _digest(tensors: dict[str, Tensor]) -> str:
     """Of all names and bytes: safetensors notices a file cut short, but not a flipped bit."""
     total = hashlib.blake2b(digest_size=16)

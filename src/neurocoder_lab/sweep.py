@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,11 +18,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from neurocoder_lab import experiments
+from neurocoder_lab import experiments, results
 from neurocoder_lab.progress import Progress
 from neurocoder_lab.run import execute, finished, folder_of, ignoring, stopping
-from neurocoder_lab.store import LabError, Stopped, make_folder, replacing
-from neurocoder_lab.task import Config, Experiment
+from neurocoder_lab.store import LabError, Stopped, make_folder, read_json, replacing
+from neurocoder_lab.task import Config, Experiment, as_dict
 
 ATTEMPTS = 3  # of a run whose process or node died
 FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json")
@@ -69,6 +71,27 @@ def sweep(
             outcomes[job[1]] = Outcome(job[1], error)
             progress.show(done, note="" if error is None else f"failed: {experiment.label(job[1])}")
     return [*outcomes.values()]
+
+
+def distil(experiment: Experiment, configs: list[Config], runs: Path, folder: Path, dirty_too: bool = False) -> Path:
+    """Merge what those of these runs that are finished found into <folder>/<experiment>.json; returns the file.
+
+    Runs of uncommitted code are left out, and named, unless asked for.
+    """
+    found = []
+    for config in configs:
+        result, place = finished(experiment, config, runs), folder_of(experiment, config, runs)
+        if result is None:
+            continue
+        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        curve = {name: [results.round_(row[name]) for row in rows] for name in rows[0]} if rows else {}
+        run = {"config": as_dict(experiment.resolve(config)), **result, "curve": curve}
+        run |= {"environment": read_json(place / "environment.json")}
+        if results.dirty(run) and not dirty_too:
+            print(f"left out {place}: made by code with uncommitted changes (--dirty takes it in)", file=sys.stderr)
+        else:
+            found.append(run)
+    return results.merge(folder, experiment.name, found)
 
 
 Job = tuple[str, Config, Path, float]

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -93,22 +92,28 @@ class Task:
 
 @dataclass(frozen=True)
 class Grid:
-    """Values of one setting, to be tried on held-out data at every combination of some axes.
+    """Values of one or more settings, to be tried together on held-out data at every combination of some axes.
 
     Attributes:
-        setting: the field that is tuned.
-        over: the axes, and their values.
-        values: from a place on the axes to the values to try.
+        over: the axes, and their values: the settings are chosen anew at every place on them.
+        values: from a place on the axes to the values to try of each setting.
         fixed: other fields of the config.
+        metric: what is measured, averaged over the `last` evaluations of a run.
+        lower: whether lower is better.
+        across: further axes; what is measured is averaged over them, as it is over the seeds.
     """
 
-    setting: str
     over: dict[str, tuple[Any, ...]]
-    values: Callable[[dict[str, Any]], tuple[float, ...]]
+    values: Callable[[dict[str, Any]], dict[str, tuple[float, ...]]]
     fixed: dict[str, Any]
+    metric: str
+    lower: bool = False
+    last: int = 1
+    across: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def places(self) -> list[dict[str, Any]]:
-        return [dict(zip(self.over, chosen, strict=True)) for chosen in product(*self.over.values())]
+    def settings(self) -> set[str]:
+        """The names of what is chosen."""
+        return {*self.values({name: values[0] for name, values in self.over.items()})}
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class Experiment:
         name, reproduces, summary: for `neurocoder list`.
         config: its dataclass, a `Config`.
         axes: what a sweep can cross with the seeds: fields of the config and their values.
+        metrics: numbers that a finished run has: what rules and tuning may name.
         grids: settings that `neurocoder tune` chooses on held-out data.
         main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
@@ -137,6 +143,7 @@ class Experiment:
     figures: Callable[[list[dict]], list[tuple[str, str]]]
     tables: Callable[[list[dict]], list[tuple[str, list[str], list[list[str]]]]]
     main: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
     grids: list[Grid] = field(default_factory=list)
 
     def resolve(self, config: Config) -> Config:
@@ -150,7 +157,7 @@ class Experiment:
         """
         plain, full = self.resolve(self._plain(config)), self.resolve(config)
         parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
-        tuned = {grid.setting for grid in self.grids}
+        tuned = {setting for grid in self.grids for setting in grid.settings()}
         for name in (item.name for item in fields(full)):
             value = getattr(full, name)
             if name in tuned or (name != "seed" and value != getattr(plain, name)):

@@ -1,67 +1,163 @@
-"""Settings chosen on held-out training data: `neurocoder tune split-mnist --workers 2`.
+"""Settings chosen on held-out data: `neurocoder tune split-mnist --workers 2`.
 
-Every value of an experiment's grids is run once (seed 0, measured on every tenth training example), and its accuracy
-goes to tuned.json; the experiments take the best from there. Finished runs are skipped, as in a sweep.
+Every combination of values in an experiment's grids is run with several seeds; what came of it goes to tuned.json
+beside the results, and the experiments take the best from there. What is not there comes from the package's own
+tuned.json. Finished runs are skipped, as in a sweep.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from functools import cache
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from neurocoder_lab.store import LabError, write_json
-from neurocoder_lab.task import Config, Experiment
+from neurocoder_lab.results import deviation, dirty
+from neurocoder_lab.store import LabError, make_folder, read_json, waiting_for, write_json
+from neurocoder_lab.task import Config, Experiment, Grid
 
-FILE = Path(str(files("neurocoder_lab") / "tuned.json"))
+FEWEST = 3  # seeds: one seed chose rates that blew up
+FOLDER = "NEUROCODER_RESULTS"  # the environment's name for the folder of results
+Row = dict[str, Any]
 
 
-def best(experiment: str, setting: str, **place: Any) -> float | None:
-    """The value with the highest held-out accuracy at this place; None where none was tried."""
-    for row in _known():
-        if row["experiment"] == experiment and row["setting"] == setting and row["place"] == place:
-            found = row["accuracy"]
-            return float(max(found, key=found.__getitem__))
+def folder() -> Path:
+    """Where results are, and what was tuned beside them."""
+    return Path(os.environ.get(FOLDER, "results"))
+
+
+def best(experiment: str, setting: str, **place: Any) -> Any:
+    """The value of the setting that was chosen at this place; None where none was tried."""
+    for row in known():
+        if row["experiment"] == experiment and row["place"] == place and setting in row["tried"][0]["values"]:
+            return chosen(row)["values"][setting]
     return None
 
 
-def _known() -> list[dict[str, Any]]:
-    return json.loads(FILE.read_text()) if FILE.is_file() else []
+def chosen(row: Row) -> dict[str, Any]:
+    """The values with the best mean; those of which a run failed, so that there are fewer, cannot be."""
+    most = max(tried["n"] for tried in row["tried"])
+    whole = [tried for tried in row["tried"] if tried["n"] == most]
+    return (min if row["lower"] else max)(whole, key=lambda tried: tried["mean"])
 
 
-def tune(experiment: Experiment, runs: Path, workers: int) -> None:
+def at_the_end(row: Row) -> list[str]:
+    """Settings whose chosen value is the smallest or largest that was tried: a better one may lie beyond."""
+    ends = []
+    for name, value in chosen(row)["values"].items():
+        values = sorted({tried["values"][name] for tried in row["tried"]})
+        ends += [name] if len(values) > 1 and value in (values[0], values[-1]) else []
+    return ends
+
+
+def known() -> list[Row]:
+    """What was tuned: beside the results, and for the rest in the package."""
+    ours = _read(folder() / "tuned.json")
+    places = [_place(row) for row in ours]
+    packaged = _read(Path(str(files("neurocoder_lab") / "tuned.json")))
+    return ours + [row for row in packaged if _place(row) not in places]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["experiment"], row["place"], sorted(row["tried"][0]["values"])
+
+
+def _read(file: Path) -> list[Row]:
+    return _rows(file, file.stat().st_mtime_ns) if file.is_file() else []
+
+
+@cache
+def _rows(file: Path, changed: int) -> list[Row]:
+    return read_json(file)
+
+
+def tune(experiment: Experiment, runs: Path, results: Path, seeds: int, workers: int) -> None:
     """Run the experiment's grids, one after the other: a later one may build on what an earlier one found."""
-    from neurocoder_lab.run import finished
-    from neurocoder_lab.sweep import sweep
-
     if not experiment.grids:
         raise LabError(f"{experiment.name} has nothing to tune")
-    failed = {}
+    if seeds < FEWEST:
+        raise LabError(f"tuning takes at least {FEWEST} seeds, got {seeds}: fewer choose by chance")
+    os.environ[FOLDER] = str(results)
+    make_folder(results)
+    failed: dict[Config, str] = {}
     for grid in experiment.grids:
-        tried: list[tuple[dict[str, Any], float, Config]] = []
-        for place in grid.places():
-            for value in grid.values(place):
-                config = experiment.config(measure="validation", **place, **grid.fixed, **{grid.setting: value})
-                tried.append((place, value, experiment.resolve(config)))
-        for outcome in sweep(experiment, [config for _, _, config in tried], runs, workers=workers):
-            if outcome.error is not None:
-                failed[outcome.config] = outcome.error
-                print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)
-        rows = _known()
-        for place in grid.places():
-            about = {"experiment": experiment.name, "setting": grid.setting, "place": place}
-            before = [row for row in rows if all(row[name] == value for name, value in about.items())]
-            accuracy = dict(before[0]["accuracy"]) if before else {}  # of a run that fails, what was known of it stays
-            for where, value, config in tried:
-                if where == place and config not in failed:
-                    accuracy[str(value)] = round(finished(experiment, config, runs)["final"]["accuracy"], 2)
-            rows = [row for row in rows if row not in before]
-            rows += [about | {"accuracy": accuracy}] if accuracy else []
-        write_json(FILE, rows)
-    for row in _known():
-        if row["experiment"] == experiment.name:
-            print(row["setting"], *row["place"].values(), row["accuracy"])
+        rows = _try(experiment, grid, runs, seeds, workers, failed)
+        with waiting_for(results):
+            places = [_place(row) for row in rows]
+            others = [row for row in _read(results / "tuned.json") if _place(row) not in places]
+            write_json(results / "tuned.json", others + rows)
+        for row in rows:
+            _tell(row)
     if failed:
-        raise LabError(f"{len(failed)} runs failed; of these {FILE.name} has nothing new")
+        raise LabError(f"{len(failed)} runs failed: what they tried is not chosen")
+
+
+def _try(
+    experiment: Experiment, grid: Grid, runs: Path, seeds: int, workers: int, failed: dict[Config, str]
+) -> list[Row]:
+    """One row a place: what every combination of values gave there."""
+    from neurocoder_lab.run import finished, folder_of
+    from neurocoder_lab.sweep import sweep
+
+    def configs(place: dict[str, Any], values: dict[str, Any]) -> list[Config]:
+        return [
+            experiment.resolve(experiment.config(seed=seed, **place, **across, **grid.fixed, **values))
+            for seed in range(seeds)
+            for across in _combinations(grid.across)
+        ]
+
+    tried = [
+        (place, values, configs(place, values))
+        for place in _combinations(grid.over)
+        for values in _combinations(grid.values(place))
+    ]
+    for outcome in sweep(experiment, [config for *_, some in tried for config in some], runs, workers=workers):
+        if outcome.error is not None:
+            failed[outcome.config] = outcome.error
+            print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)
+
+    def measured(config: Config) -> float:
+        lines = (folder_of(experiment, config, runs) / "metrics.jsonl").read_text().splitlines()
+        return mean(json.loads(line)[grid.metric] for line in lines[-grid.last :])
+
+    def commit(config: Config) -> str:
+        environment = read_json(folder_of(experiment, config, runs) / "environment.json")
+        return environment["commit"] + ("+" if dirty({"environment": environment}) else "")
+
+    rows: list[Row] = []
+    for place, values, some in tried:
+        ended = [config for config in some if config not in failed and finished(experiment, config, runs) is not None]
+        if not ended:
+            continue
+        if not rows or rows[-1]["place"] != place:
+            about = {"metric": grid.metric, "lower": grid.lower, "last": grid.last, "across": grid.across}
+            rows.append({"experiment": experiment.name, "place": place, **about, "commits": [], "tried": []})
+        scores = [measured(config) for config in ended]
+        numbers = {"mean": round(mean(scores), 6), "std": round(deviation(scores), 6), "n": len(scores)}
+        rows[-1]["tried"].append({"values": values} | numbers)
+        rows[-1]["commits"] = sorted({*rows[-1]["commits"], *map(commit, ended)})
+    return rows
+
+
+def _combinations(values: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [dict(zip(values, some, strict=True)) for some in product(*values.values())]
+
+
+def _tell(row: Row) -> None:
+    """What was chosen where, out of what."""
+    place = " ".join(map(str, row["place"].values()))
+    best_of = chosen(row)
+    print(f"{place}: {_values(best_of)}, {row['metric']} {best_of['mean']:.5g} ± {best_of['std']:.2g} ({best_of['n']})")
+    for tried in row["tried"]:
+        print(f"    {_values(tried)}: {tried['mean']:.5g} ± {tried['std']:.2g} ({tried['n']})")
+    for name in at_the_end(row):
+        print(f"    {name}: the chosen value is at the end of its grid: a better one may lie beyond")
+
+
+def _values(tried: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in tried["values"].items())

@@ -6,6 +6,7 @@ import pytest
 
 from neurocoder_lab import claims, results
 from neurocoder_lab.cli import main
+from neurocoder_lab.rules import rules
 
 VERDICTS = {"holds", "contradicted", "inconclusive", "budget-too-short", "not-run"}
 
@@ -29,8 +30,8 @@ BETTER = {"neurocoder-single": [0.1, 0.11, 0.1], "neurocoder-multi": [0.1, 0.09,
 
 def test_every_claim_has_a_rule_and_every_rule_a_claim():
     assert [claim["id"] for claim in claims.published()] == [*dict.fromkeys(c["id"] for c in claims.published())]
-    assert {claim["id"] for claim in claims.published()} == claims.rules().keys()
-    assert len(claims.rules()) == 56
+    assert {claim["id"] for claim in claims.published()} == rules().keys()
+    assert len(rules()) == 56
 
 
 @pytest.mark.parametrize(
@@ -55,17 +56,48 @@ def test_verdicts(tmp_path, errors, more, verdict):
         assert (judged.n, judged.budget) == (3, "desk")
 
 
-def test_a_correction_for_many_comparisons():
-    assert claims.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert claims.holm([0.5]) == [0.5]
-    assert claims.holm([]) == []
+def test_holm_corrects_between_claims_and_not_inside_of_one(tmp_path):
+    """Six comparisons of one claim, each at p just below 5%: the claim's p is the largest, not six times as large."""
+    noisy = {"linear": [0.300, 0.310, 0.320], "neurocoder-single": [0.285, 0.290, 0.295]}
+    runs = {model: noisy["neurocoder-single" if "neurocoder" in model else "linear"] for model in (*RIVALS, *BETTER)}
+    judged = made_up(tmp_path, runs)["nc-poly-plain"]
+    (largest,) = {
+        round(test.p_values(results.load(tmp_path, "polynomial"))[0], 9) for test in rules()["nc-poly-plain"].tests
+    }
+    assert 0.02 < largest < 0.05
+    # the table has one more claim that these runs decide: multi-step below single-step
+    assert judged.p == pytest.approx(2 * largest, rel=1e-6)
+    assert judged.p_opposite == 1
 
 
-def test_convergence_and_boundaries(tmp_path):
-    found = made_up(tmp_path, RIVALS | BETTER, boundary_ratio=2.0)
-    assert found["nc-poly-speed"].verdict == "budget-too-short"
-    assert found["nc-poly-boundaries"].n == 3
-    assert "multi-step 2 ± 0 (3), single-step 2 ± 0 (3)" in found["nc-poly-boundaries"].ours
+def test_convergence_is_judged_at_the_papers_length_by_both_models(tmp_path):
+    def judged(budget, runs, steps):
+        made_up(tmp_path, runs, budget=budget, steps=steps)
+        return {claim.id: claim for claim in claims.judge(tmp_path)}["nc-poly-speed"]
+
+    assert judged("desk", RIVALS | BETTER, 3000).verdict == "budget-too-short"
+    assert judged("paper", RIVALS | BETTER, 10_000).verdict == "contradicted"  # the plain head converges at 1,000 too
+    few = BETTER | {"linear": [0.3, 0.31]}
+    assert (judged("paper", few, 10_000).verdict, judged("paper", few, 10_000).n) == ("inconclusive", 2)
+
+
+def test_boundaries_need_a_single_step_that_hardly_moves(tmp_path):
+    def judged(multi, single):
+        made_up(tmp_path, RIVALS | BETTER)
+        file = tmp_path / "polynomial.json"
+        content = json.loads(file.read_text())
+        for run in content["runs"]:
+            values = {"neurocoder-multi": multi, "neurocoder-single": single}.get(run["config"]["model"])
+            if values:
+                run["final"]["boundary_ratio"] = values[run["config"]["seed"]]
+        file.write_text(json.dumps(content))
+        return {claim.id: claim for claim in claims.judge(tmp_path)}["nc-poly-boundaries"]
+
+    found = judged([3.0, 3.1, 2.9], [1.0, 1.1, 1.05])
+    assert found.verdict == "holds"
+    assert "single-step's mean 1.05" in found.ours
+    assert judged([3.0, 3.1, 2.9], [1.3, 1.4, 1.35]).verdict == "inconclusive"
+    assert judged([0.5, 0.6, 0.55], [1.3, 1.4, 1.35]).verdict == "contradicted"
 
 
 def test_a_few_runs_of_a_longer_budget_do_not_hide_the_others(tmp_path):
@@ -95,3 +127,8 @@ def test_results_of_another_version_are_refused(tmp_path, capsys):
     assert "another version" in capsys.readouterr().err
     with pytest.raises(results.LabError):
         results.load(tmp_path, "polynomial")
+
+
+def test_a_folder_without_results_is_said(tmp_path, capsys):
+    assert main(["claims", "--results", str(tmp_path)]) == 1
+    assert "holds no results" in capsys.readouterr().err

@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from neurocoder_lab import experiments, sweep, tuning
+from neurocoder_lab import experiments
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import split_cifar, split_mnist
 from neurocoder_lab.experiments.split_cifar import SplitCifar
@@ -19,7 +18,6 @@ from neurocoder_lab.experiments.split_mnist import SplitMnist
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
 from neurocoder_lab.store import LabError
-from neurocoder_lab.task import Grid
 from tests.lab import pictures
 
 EXPERIMENT = split_mnist.EXPERIMENT
@@ -112,7 +110,7 @@ def test_split_cifar_runs_on_features(tmp_path):
     assert len(found["matrix"]) == 6
     assert main(["run", "split-cifar", "--budget", "smoke", "--runs", str(tmp_path)]) == 0
     assert main(["sweep", "split-mnist", "--budget", "smoke", "--seeds", "1", "--model", "mlp", "--method", "adam",
-                 "--runs", str(tmp_path), "--results", str(tmp_path)]) == 0  # fmt: skip
+                 "--runs", str(tmp_path), "--results", str(tmp_path), "--dirty"]) == 0  # fmt: skip
     runs = Runs(json.loads((tmp_path / "split-mnist.json").read_text())["runs"])
     assert {run["config"]["scenario"] for run in runs} == {"task", "domain"}
     tables = split_mnist.tabulate(runs)
@@ -171,24 +169,3 @@ def test_the_experiments_are_listed():
     with pytest.raises(LabError, match="did you mean split-mnist"):
         experiments.get("split-mnst")
     assert isinstance(split_mnist.build("mlp", "task", 256)(torch.zeros(1, 1024), 4), torch.Tensor)
-
-
-def test_tuning_takes_the_best_of_a_grid(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
-    monkeypatch.setattr(sweep, "_on_processes", lambda *_: lambda jobs: ((job, sweep._one(job)) for job in jobs))
-    place = {"scenario": "domain", "model": "mlp", "method": "l2"}
-    grid = Grid("penalty", {name: (value,) for name, value in place.items()}, lambda _: (0.1, 1e6), {"budget": "smoke"})
-    tuning.tune(replace(EXPERIMENT, grids=[grid]), tmp_path / "runs", workers=1)
-    (row,) = json.loads((tmp_path / "tuned.json").read_text())
-    assert row["place"] == place
-    assert row["accuracy"].keys() == {"0.1", "1000000.0"}
-    assert "penalty domain mlp l2" in capsys.readouterr().out
-    row["accuracy"]["0.1"] = row["accuracy"]["1000000.0"] + 1
-    tuning.FILE.write_text(json.dumps([row]))
-    assert EXPERIMENT.resolve(SplitMnist(**place, strength="tuned")).penalty == 0.1
-    grid = replace(grid, values=lambda _: (0.2, 0.3), fixed={"budget": "smoke", "examples": 3})
-    with pytest.raises(LabError, match="2 runs failed"):  # and what was known stays
-        tuning.tune(replace(EXPERIMENT, grids=[grid]), tmp_path / "runs", workers=1)
-    assert json.loads(tuning.FILE.read_text()) == [row]
-    with pytest.raises(LabError, match="nothing to tune"):
-        tuning.tune(experiments.get("polynomial"), tmp_path, workers=1)

@@ -79,7 +79,8 @@ def test_a_killed_process_costs_nothing(tmp_path):
 
 def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
     words = ["sweep", "polynomial", "--model", "linear", "--setting", "plain", "--seeds", "2", "--workers", "2"]
-    begun = subprocess.Popen([sys.executable, "-m", "neurocoder_lab", *words, "--runs", str(tmp_path)])
+    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    begun = subprocess.Popen([sys.executable, "-m", "neurocoder_lab", *words, *places])
     try:
         while len([file for file in tmp_path.rglob("metrics.jsonl") if file.stat().st_size]) < 2:
             time.sleep(0.05)
@@ -100,7 +101,7 @@ def test_an_interrupt_from_a_terminal_stops_a_sweep_without_a_traceback(tmp_path
     """It reaches every process: while the first of them imports, while a run starts, while it trains."""
     words = ["sweep", "polynomial", "--model", "linear", "--setting", "plain", "--seeds", "2"]
     runs = tmp_path / "runs"
-    command = [sys.executable, "-m", "neurocoder_lab", *words, "--runs", str(runs)]
+    command = [sys.executable, "-m", "neurocoder_lab", *words, "--runs", str(runs), "--results", str(runs / "results")]
     begun = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         while not any(runs.rglob(seen or "results")):
@@ -148,10 +149,13 @@ def test_a_ray_cluster_that_loses_a_node_finishes_with_the_same_results(tmp_path
 def test_the_command_sweeps_distils_and_reports(tmp_path, capsys):
     runs, page = tmp_path / "runs", tmp_path / "page.html"
     words = ["sweep", "polynomial", "--budget", "smoke", "--seeds", "1", "--model", "linear", "neurocoder-multi"]
-    assert main([*words, "--setting", "plain", "--runs", str(runs)]) == 0
+    words += ["--setting", "plain", "--runs", str(runs), "--dirty", "--results", str(tmp_path)]
+    assert main(words) == 0
     assert "2 of 2 runs finished" in capsys.readouterr().out
-    assert len(results.load(runs / "results", "polynomial")) == 2
-    assert main(["report", "--results", str(runs / "results"), "--out", str(page)]) == 0
+    assert len(results.load(tmp_path, "polynomial", dirty_too=True)) == 2
+    assert main(words) == 0
+    assert "2 of 2 runs are in" in capsys.readouterr().out
+    assert main(["report", "--results", str(tmp_path), "--out", str(page), "--dirty"]) == 0
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "GRU alone" in text
@@ -195,7 +199,20 @@ def test_what_is_asked_wrongly_is_said(tmp_path, capsys):
     assert "--model" in capsys.readouterr().err
     assert main(["sweep", "polynomial", "--seeds", "0"]) == 1
     assert (
-        main(["sweep", "polynomial", "--seeds", "1", "--budget", "smoke", "--workers", "0", "--runs", str(tmp_path)])
+        main(
+            [
+                "sweep",
+                "polynomial",
+                "--seeds",
+                "1",
+                "--workers",
+                "0",
+                "--runs",
+                str(tmp_path),
+                "--results",
+                str(tmp_path),
+            ]
+        )
         == 1
     )
     assert "--workers must be at least 1" in capsys.readouterr().err

@@ -23,6 +23,8 @@ from neurocoder_lab.data import Examples
 from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Config, Task
 
+METRICS = ("steps", "parameters", "accuracy", "learned", "forgetting", "backward_transfer", "forward_transfer")
+
 
 @dataclass(frozen=True)
 class StreamConfig(Config):

@@ -202,6 +202,7 @@ EXPERIMENT = Experiment(
     reproduces="Neurocoder, Figs 5 and 6",
     summary="a GRU predicts sequences whose polynomial changes: six heads, plain, noisy and with twice the polynomials",
     config=Polynomial,
+    metrics=("steps", "parameters", "validation", "test", "target_variance", "boundary_ratio"),
     axes={"model": MODELS, "setting": SETTINGS},
     fill=lambda config: {"iterations": ITERATIONS[config.budget], "rate": RATES[config.model]},
     start=Regression,

@@ -24,7 +24,7 @@ from neurocoder_lab.claims import published
 from neurocoder_lab.continual import MultiHead, make
 from neurocoder_lab.continual.methods import Name as Method
 from neurocoder_lab.continual.stream import SCENARIOS, Scenario
-from neurocoder_lab.continual.training import Learner, StreamConfig, orthogonal
+from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, orthogonal
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.store import LabError
@@ -197,6 +197,7 @@ EXPERIMENT = Experiment(
     reproduces="Neurocoder, Tables 3 and 4",
     summary="five two-way digit tasks one after the other: MLP, NSM, Neurocoder with six methods against forgetting",
     config=SplitMnist,
+    metrics=METRICS,
     axes={
         "model": MODELS,
         "method": METHODS,
@@ -210,10 +211,10 @@ EXPERIMENT = Experiment(
     tables=tabulate,
     grids=[
         Grid(
-            "penalty",
             {"scenario": SCENARIOS, "model": MODELS, "method": tuple(GRID)},
-            lambda place: GRID[place["method"]],
-            {"strength": "benchmark"},
+            lambda place: {"penalty": GRID[place["method"]]},
+            {"measure": "validation", "strength": "benchmark"},
+            "accuracy",
         )
     ],
     main={"scenario": ("task", "domain"), "hidden": (256,), "strength": ("benchmark",)},

@@ -1,0 +1,15 @@
+"""How every claim of both papers is judged: which experiment decides it, and by what."""
+
+from __future__ import annotations
+
+from neurocoder_lab.rules import modular, neurocoder
+from neurocoder_lab.rules.rule import LEVEL, Rule, Verdict
+
+__all__ = ["COUNTED", "LEVEL", "Rule", "Verdict", "rules"]
+
+COUNTED = {"parameters": ("parameters", "paper", "away")}  # results that are no experiment's, and what they measure
+
+
+def rules() -> dict[str, Rule]:
+    """The rule of every claim, by its id."""
+    return neurocoder.rules() | modular.rules()

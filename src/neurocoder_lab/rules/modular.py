@@ -1,0 +1,104 @@
+"""How the claims of the Modular Networks paper are judged."""
+
+from __future__ import annotations
+
+from math import log
+from statistics import mean
+from typing import Any
+
+from neurocoder_lab.evidence import Bound, Compare, Condition, Group
+from neurocoder_lab.rules.rule import Rule, every, groups, steady
+
+
+def rules() -> dict[str, Rule]:
+    return _treebank() | _toy() | _cifar()
+
+
+def _treebank() -> dict[str, Rule]:
+    def group(metric: str, method: str, modules: int, choices: int = 1, lower: bool = False) -> Group:
+        return Group({"method": method, "modules": modules, "choices": choices}, metric, lower=lower)
+
+    def perplexity(*row: Any) -> Group:
+        return group("test_perplexity", *row, lower=True)
+
+    one, three = perplexity("fixed", 1), perplexity("fixed", 3, 3)
+    level = Condition(
+        "the one-module baseline within 1.1 times the paper's 247",
+        [one],
+        lambda values: mean(values[0]) <= 1.1 * 247.408,
+        lambda values: f"one-module baseline {mean(values[0]):.4g}",
+    )
+    chosen = [perplexity("em", modules) for modules in (5, 15)]
+    reinforced = [
+        Compare(perplexity("em", modules, choices), perplexity("reinforce", modules, choices))
+        for modules in (5, 15)
+        for choices in (1, 3)
+    ]
+    noisy = [Compare(mine, perplexity("topk", modules)) for mine, modules in zip(chosen, (5, 15), strict=True)]
+    sure, sure_r = (group("h_a", method, 15, lower=True) for method in ("em", "reinforce"))
+    used, used_r, used_k = (group("h_b", method, 15) for method in ("em", "reinforce", "topk"))
+    context, shuffled = (group(f"context_information{ending}", "em", 15) for ending in ("", "_shuffled"))
+    treebank = {
+        "mn-ptb-baseline": every(chosen, [one, three]),
+        "mn-ptb-reinforce": tuple(reinforced),
+        "mn-ptb-topk": tuple(noisy),
+        "mn-ptb-modules": (Compare(context, shuffled),),
+        "mn-collapse": every([used], [used_r, used_k]),
+    }
+    found = {name: Rule("penn-treebank", tests, enough=(level,)) for name, tests in treebank.items()}
+    found["mn-ptb-entropy"] = Rule(
+        "penn-treebank",
+        (Bound(sure, 0.2 * log(15)), Bound(used, 0.5 * log(15))),
+        (steady(sure, sure_r), steady(used, used_r)),
+        enough=(level,),
+        note="1 of 15 modules; the bounds are 0.2 ln 15 and 0.5 ln 15",
+    )
+    return found
+
+
+def _toy() -> dict[str, Rule]:
+    em = {"model": "em", "setting": "separate"}
+    loss, h_a, h_b, held_out = (Group(em, metric) for metric in ("train_loss", "h_a", "h_b", "held_out_loss"))
+
+    def nine_of_ten(words: str, needs: list[Group], good: Any) -> Condition:
+        def share(values: list[list[float]]) -> float:
+            return mean(good(*row) for row in zip(*values, strict=True))
+
+        return Condition(
+            f"{words} in nine of ten runs", needs, lambda values: share(values) >= 0.9,
+            lambda values: f"{share(values) * len(values[0]):.0f} of {len(values[0])} runs", sure=True,
+        )  # fmt: skip
+
+    solved = nine_of_ten(
+        "training loss below 1e-3 of the targets' variance, H_a < 0.05, H_b > 0.65",
+        [loss, h_a, h_b],
+        lambda loss, h_a, h_b: loss < 1e-3 and h_a < 0.05 and h_b > 0.65,
+    )
+    general = nine_of_ten("held-out loss below 1e-3 of the targets' variance", [held_out], lambda loss: loss < 1e-3)
+    short = {"model": "em-1-step", "setting": "separate"}
+    return {
+        "mn-toy": Rule("toy-regression", conditions=(solved,), fewest=10),
+        "mn-toy-held-out": Rule("toy-regression", conditions=(general,), fewest=10),
+        "mn-mstep": Rule(
+            "toy-regression",
+            tuple(Compare(Group(em, metric), Group(short, metric)) for metric in ("h_b", "log_likelihood")),
+            note="15 gradient steps between E-steps against 1, at equal gradient steps; CIFAR-10 stands beside it",
+        ),
+    }
+
+
+def _cifar() -> dict[str, Rule]:
+    higher = every(groups("train", "linear"), groups("train", "baseline"))
+    (modular,), (baseline,) = groups("test", "linear"), groups("test", "baseline")
+    return {
+        "mn-cifar-train": Rule("modular-cifar", higher),
+        "mn-cifar-controller": Rule(
+            "modular-cifar", every(groups("gap", "convolution", lower=True), groups("gap", "linear", lower=True))
+        ),
+        "mn-cifar-generalise": Rule(
+            "modular-cifar",
+            (*higher, Compare(baseline, modular, margin=-1.0)),
+            fewest=5,
+            note="The second test is that the upper 95% bound of modular - baseline is below 1 point",
+        ),
+    }

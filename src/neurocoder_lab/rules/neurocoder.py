@@ -1,0 +1,238 @@
+"""How the claims of the Neurocoder paper are judged."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from neurocoder_lab.evidence import Bound, Compare, Condition, Falls, Group, welch
+from neurocoder_lab.rules.rule import LEVEL, Rule, every, gain, groups, no_larger, steady
+
+TOLERANCE = 0.05  # of a number of parameters
+
+
+def rules() -> dict[str, Rule]:
+    return _sizes() | _speed() | _polynomial() | _images() | _sequences() | _continual()
+
+
+def _sizes() -> dict[str, Rule]:
+    def told(values: list[list[float]]) -> str:
+        inside = sum(abs(away) <= TOLERANCE for away in values[0])
+        return f"{inside} of {len(values[0])} cells within 5%; the furthest {max(values[0], key=abs):+.1%}"
+
+    within = Condition(
+        "every cell of Table 7 that can be built is within 5%",
+        [Group({}, "away")],
+        lambda values: all(abs(away) <= TOLERANCE for away in values[0]),
+        told,
+        sure=True,
+    )
+    return {"nc-params": Rule("parameters", conditions=(within,), fewest=1)}
+
+
+def _speed() -> dict[str, Rule]:
+    """step_ratio: a training step over that of the plain network, in one run of the benchmark."""
+    heavy, light = [], []
+    for network in ("mlp", "lenet", "densenet", "polynomial-gru"):
+        (ours,) = groups("step_ratio", "neurocoder", network=network, lower=True)
+        if network == "polynomial-gru":  # the papers have no MoE and no NSM there
+            heavy += [Bound(ours, 1.3)]
+        else:
+            heavy += [Bound(ours, 1.3), *every([ours], groups("step_ratio", "moe", "nsm", network=network))]
+        light += every([ours], groups("step_ratio", "hypernet", "film", network=network), factor=1.15)
+    note = "With the paper's settings, for each network measured."
+    return {
+        "nc-overhead": Rule("speed", tuple(heavy), note=note),
+        "nc-overhead-light": Rule("speed", tuple(light), note=note),
+    }
+
+
+def _polynomial() -> dict[str, Rule]:
+    def errors(*models: str, setting: str = "plain") -> list[Group]:
+        return groups("test", *models, setting=setting, lower=True)
+
+    def learned(setting: str = "plain") -> tuple[Condition]:
+        runs = {"setting": setting}
+        return (
+            Condition(
+                "some model explains a tenth of the variance of its targets",
+                [Group(runs, "test", lower=True), Group(runs, "target_variance")],
+                lambda values: any(error < 0.9 * variance for error, variance in zip(*values, strict=True)),
+            ),
+        )
+
+    found = {}
+    for setting in ("plain", "noise", "double"):
+        ours = errors("neurocoder-single", "neurocoder-multi", setting=setting)
+        theirs = errors("linear", "hypernet", "film", setting=setting)
+        found[f"nc-poly-{setting}"] = Rule("polynomial", every(ours, theirs), enough=learned(setting))
+    multi, single = errors("neurocoder-multi"), errors("neurocoder-single")
+    without = errors("neurocoder-multi-no-usage")
+    moving, resting = (
+        groups("boundary_ratio", f"neurocoder-{kind}", setting="plain")[0] for kind in ("multi", "single")
+    )
+    still = Condition(
+        "single-step's mean at most 1.1",
+        [resting],
+        lambda values: mean(values[0]) <= 1.1,
+        lambda values: f"single-step's mean {mean(values[0]):.3g}",
+    )
+    quick = Group({"model": "neurocoder-multi", "setting": "plain"}, "validation", converged, lower=True)
+    slow = Group({"model": "linear", "setting": "plain"}, "validation", converged)
+    long = Condition(
+        "runs of at least 10,000 steps (budget paper)",
+        [Group({"model": model, "setting": "plain"}, "steps") for model in ("neurocoder-multi", "linear")],
+        lambda values: min(map(min, values)) >= 10_000,
+    )
+    return found | {
+        "nc-poly-multi": Rule("polynomial", every(multi, single), enough=learned()),
+        "nc-poly-usage": Rule("polynomial", every(multi, without), enough=learned()),
+        "nc-poly-speed": Rule(
+            "polynomial",
+            (Bound(quick, 2000.0), Bound(slow, 9000.0)),
+            enough=(long,),
+            note="converged: the last step with a validation error more than 10% above the mean of the last five",
+        ),
+        "nc-poly-boundaries": Rule(
+            "polynomial",
+            (Bound(moving, 1.0), Compare(moving, resting)),
+            (still,),
+            enough=learned(),
+            note="boundary_ratio: change of the attention to the first component at chunk boundaries over that inside",
+        ),
+    }
+
+
+def converged(run: dict[str, Any]) -> float:
+    """The last step at which the validation error is more than 10% above the mean of its last five values."""
+    steps, values = run["curve"]["step"], run["curve"]["validation"]
+    level = 1.1 * mean(values[-5:])
+    return float(max((step for step, value in zip(steps, values, strict=True) if value > level), default=0))
+
+
+def _images() -> dict[str, Rule]:
+    linear, ours = {"model": "linear"}, {"model": "neurocoder"}
+    error, of_linear = Group(ours, "test_error", lower=True), Group(linear, "test_error", lower=True)
+    several, single = {"model": "multi-10-slots"}, {"model": "single-30-slots"}
+    found = {
+        "nc-mnist-error": Rule(
+            "mnist-linear",
+            (Compare(error, of_linear),),
+            (no_larger(ours, linear), gain(error, of_linear)),
+            note="J and optimiser as chosen on validation data",
+        ),
+        "nc-mnist-steps": Rule(
+            "mnist-linear",
+            (Falls(Group({"model": "neurocoder-by-steps"}, "test_error", lower=True), "attention_steps"),),
+        ),
+        "nc-mnist-patterns": Rule(
+            "mnist-linear",
+            every([Group(several, "patterns")], [Group(single, "patterns")]),
+            note="A pattern: the most-attended slots of the first three components, held by at least 1% of the images",
+        ),
+        "nc-mnist-tree": Rule(
+            "mnist-linear",
+            (Compare(Group(single, "tree_separation"), Group(single, "tree_separation_shuffled")),),
+            note="The single-step model's tree; its leaves separate digits better than with shuffled attention",
+        ),
+    }
+    for dataset in ("cifar10", "cifar100"):
+        for network in ("mlp", "lenet", "densenet"):
+            fixed = {"network": network, "dataset": dataset}
+            mine, others = groups("test", "neurocoder", **fixed), groups("test", "original", "moe", "nsm", **fixed)
+            long = Condition(
+                "budget paper", [Group(fixed, "test", _published_length)], lambda values: min(values[0]) == 1
+            )
+            enough = (long,) if network == "densenet" else ()
+            found[f"nc-{dataset}-{network}"] = Rule("cifar", every(mine, others), enough=enough)
+    tests, sizes = [], []
+    for network, rivals in (("mlp", ("moe", "nsm")), ("lenet", ("moe-all-dense", "nsm-all-dense"))):
+        fixed = {"network": network, "dataset": "cifar10"}
+        tests += every(groups("test", "neurocoder", **fixed), groups("test", *rivals, **fixed))
+        sizes += [no_larger({"model": "neurocoder"} | fixed, {"model": rival} | fixed, 0.2) for rival in rivals]
+    note = "LeNet with all dense layers as MoE and NSM: with its output layer alone they are not that large"
+    found["nc-cifar-size"] = Rule("cifar", tuple(tests), tuple(sizes), note=note)
+    return found
+
+
+def _published_length(run: dict[str, Any]) -> float:
+    return float(run["config"]["budget"] == "paper")
+
+
+def _sequences() -> dict[str, Rule]:
+    found = {}
+    for game in ("seaquest", "mspacman", "frostbite", "montezuma"):
+        ours, theirs, chance = (
+            groups("score", *models, game=game) for models in (("neurocoder",), ("a3c", "hypernet"), ("random",))
+        )
+        million = 32 if game in ("seaquest", "mspacman") else 300
+        learned = Condition(
+            "some agent significantly above the random one",
+            [*ours, *theirs, *chance],
+            lambda values: any(welch(score, values[-1])[0] < LEVEL for score in values[:-1]),
+        )
+        long = Condition(
+            f"at least {million} million steps",
+            [Group(group.where, "environment_steps") for group in (*ours, *theirs)],
+            lambda values, million=million: min(map(min, values)) >= million * 1e6,
+        )
+        found[f"nc-atari-{game}"] = Rule("atari", every(ours, theirs), enough=(learned, long))
+
+    def errors(metric: str, *models: str) -> list[Group]:
+        return groups(metric, *models, tasks=8, lower=True)
+
+    (plain,) = errors("bit_error", "ntm")
+    trained = Condition("8 tasks, the plain NTM below 20%", [plain], lambda values: mean(values[0]) < 20)
+    rivals, settings = ("ntm", "nsm", "film"), ("longer", "more_repeats", "more_items", "more_tasks")
+    found["nc-algo-train"] = Rule(
+        "algorithms",
+        every(errors("bit_error", "neurocoder"), errors("bit_error", *rivals)),
+        enough=(trained,),
+        beside=tuple(errors("bit_error", "hypernet")),
+    )
+    tests = [
+        every(errors(f"bit_error_{setting}", "neurocoder"), errors(f"bit_error_{setting}", *rivals, "hypernet"))
+        for setting in settings
+    ]
+    found["nc-algo-test"] = Rule(
+        "algorithms", sum(tests, ()), enough=(trained,), note="Every testing setting by itself"
+    )
+    return found
+
+
+def _continual() -> dict[str, Rule]:
+    found = {}
+    for scenario in ("task", "domain"):
+        for method in ("adam", "adagrad", "l2", "si", "ewc", "oewc"):
+            fixed = {"scenario": scenario, "method": method, "hidden": 256, "strength": "benchmark"}
+            ours, theirs = groups("accuracy", "neurocoder", **fixed), groups("accuracy", "mlp", "nsm", **fixed)
+            found[f"nc-split-mnist-{scenario}-{method}"] = Rule(
+                "split-mnist", every(ours, theirs), table=f"split-mnist {scenario}"
+            )
+
+    def heads(model: str, dataset: str, method: str) -> Group:
+        return Group({"model": model, "dataset": dataset, "method": method}, "accuracy")
+
+    ours = {(d, m): heads("neurocoder", d, m) for d in ("cifar10", "cifar100") for m in ("none", "si")}
+    plain = {place: heads("plain", *place) for place in ours}
+    ten, ten_si, hundred, hundred_si = ours
+    much, little = (
+        Group({"dataset": "cifar10", "method": "none", "orthogonal": weight}, "accuracy") for weight in (10.0, 0.1)
+    )
+
+    def above(place: tuple[str, str], *conditions: Condition) -> Rule:
+        return Rule("split-cifar", (Compare(ours[place], plain[place]),), conditions)
+
+    def by(place: tuple[str, str], at_least: float = 0.0) -> Condition:
+        return gain(ours[place], plain[place], at_least)
+
+    with_si_too = (Compare(ours[hundred], plain[hundred]), Compare(ours[hundred], plain[hundred_si]))
+    return found | {
+        "nc-split-cifar10": above(ten, by(ten)),
+        "nc-split-cifar10-si": above(ten_si, by(ten_si, 5), steady(ours[ten_si], plain[ten_si])),
+        "nc-split-cifar100": Rule("split-cifar", with_si_too, (by(hundred, 5),)),
+        "nc-split-cifar100-si": above(hundred_si, by(hundred_si, 5)),
+        "nc-split-cifar-orthogonal": Rule(
+            "split-cifar", (Compare(much, little),), note="10 and 0.1 are the weights of the orthogonal loss"
+        ),
+    }

@@ -1,0 +1,204 @@
+"""Rules name only what their experiments have, and judge their claim: every kind of test, on made-up runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from neurocoder_lab import claims, experiments
+from neurocoder_lab.evidence import Bound, Compare, Falls, Group, unknown, welch
+from neurocoder_lab.results import Runs
+from neurocoder_lab.rules import COUNTED, rules
+
+EXISTING = {*experiments.NAMES, *COUNTED}
+
+
+@pytest.mark.parametrize("name", [name for name, rule in rules().items() if rule.experiment in experiments.NAMES])
+def test_what_a_rule_names_exists(name):
+    rule = rules()[name]
+    experiment = experiments.get(rule.experiment)
+    assert [unknown(group, experiment) for group in (*rule.groups(), *rule.beside)] == [None] * len(
+        [*rule.groups(), *rule.beside]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"where": {"modle": "linear"}}, "no setting 'modle'"),
+        ({"where": {"model": "liner"}}, "no run of polynomial is liner"),
+        ({"where": {"model": "linear", "setting": "plane"}}, "no run of polynomial is linear plane"),
+        ({"metric": "tset"}, "measures no 'tset'"),
+    ],
+)
+def test_a_misspelt_axis_value_or_metric_is_found(change, said):
+    group = Group({"model": "linear", "setting": "plain"}, "test")
+    assert unknown(group, experiments.get("polynomial")) is None
+    assert said in unknown(replace(group, **change), experiments.get("polynomial"))
+
+
+def test_counted_results_have_what_their_rules_name():
+    for rule in rules().values():
+        if rule.experiment in COUNTED:
+            assert {group.metric for group in rule.groups()} <= {*COUNTED[rule.experiment]}
+
+
+def test_a_rule_of_an_experiment_that_is_not_there_gives_not_run(tmp_path):
+    """Whatever lies in the folder."""
+    waiting = {name: rule for name, rule in rules().items() if rule.experiment not in EXISTING}
+    assert len(waiting) > 25
+    names = {rule.experiment for rule in waiting.values()}
+    runs = [run(group.where, seed, **{group.metric: 1.0}) for rule in waiting.values() for group in rule.groups()
+            for seed in range(10)]  # fmt: skip
+    from neurocoder_lab import results
+
+    for name in names:
+        results.merge(tmp_path, name, runs)
+    results.merge(tmp_path, "parameters", [run({}, 0, away=0.0)])
+    judged = {claim.id: claim.verdict for claim in claims.judge(tmp_path)}
+    assert {judged[name] for name in waiting} == {"not-run"}
+
+
+def run(where, seed, budget="desk", **final):
+    config = {"seed": seed, "budget": budget} | where
+    return {"config": config, "final": final, "curve": {}, "seconds": 1.0, "environment": {}}
+
+
+def verdict(name, *runs):
+    """What a rule makes of runs, alone in its table."""
+    rule = rules()[name]
+    chosen = claims._chosen(rule, Runs(runs))
+    found = claims._corrected({name: rule}, {name: chosen}).get(name, (None, None))
+    return claims._verdict(rule, chosen, *found)
+
+
+def several(where, seeds=5, budget="desk", **numbers):
+    """Runs whose metrics lie around the given numbers."""
+    return [
+        run(where, seed, budget, **{name: value * (1 + 0.001 * (seed % 5)) for name, value in numbers.items()})
+        for seed in range(seeds)
+    ]
+
+
+def test_size_and_error_on_mnist():
+    linear = several({"model": "linear"}, test_error=8.0, parameters=7850)
+    for error, size, wanted in ((6.5, 7000, "holds"), (6.5, 9000, "contradicted"), (9.0, 7000, "contradicted")):
+        ours = several({"model": "neurocoder"}, test_error=error, parameters=size)
+        assert verdict("nc-mnist-error", *linear, *ours) == wanted
+
+
+def test_error_against_steps_is_a_rank_correlation():
+    def by_steps(slope):
+        return [
+            run(
+                {"model": "neurocoder-by-steps", "attention_steps": steps},
+                seed,
+                test_error=7 + slope * steps + 0.01 * (seed % 2),
+            )
+            for steps in range(1, 11)
+            for seed in range(3)
+        ]
+
+    assert verdict("nc-mnist-steps", *by_steps(-0.1)) == "holds"
+    assert verdict("nc-mnist-steps", *by_steps(0.1)) == "contradicted"
+    assert verdict("nc-mnist-steps", *by_steps(0.0)) == "inconclusive"
+
+
+def test_a_fifth_of_the_parameters():
+    def cifar(size):
+        runs = []
+        for network, rivals in (("mlp", ("moe", "nsm")), ("lenet", ("moe-all-dense", "nsm-all-dense"))):
+            place = {"network": network, "dataset": "cifar10"}
+            runs += several({"model": "neurocoder"} | place, test=55.0, parameters=size)
+            runs += [r for rival in rivals for r in several({"model": rival} | place, test=52.0, parameters=1000)]
+        return runs
+
+    assert verdict("nc-cifar-size", *cifar(150)) == "holds"
+    assert verdict("nc-cifar-size", *cifar(250)) == "contradicted"
+
+
+def test_a_gain_about_ten_points_and_a_steady_head():
+    def streams(name, ours, spread=1.0):
+        place = {"dataset": "cifar10" if "10-" in name and "100" not in name else "cifar100", "method": "si"}
+        mine = [run({"model": "neurocoder"} | place, s, accuracy=ours + spread * (s - 2)) for s in range(5)]
+        return [*mine, *(run({"model": "plain"} | place, s, accuracy=70 + 0.5 * (s - 2)) for s in range(5))]
+
+    assert verdict("nc-split-cifar100-si", *streams("nc-split-cifar100-si", 80)) == "holds"
+    assert verdict("nc-split-cifar100-si", *streams("nc-split-cifar100-si", 74)) == "inconclusive"
+    assert verdict("nc-split-cifar100-si", *streams("nc-split-cifar100-si", 60)) == "contradicted"
+    assert verdict("nc-split-cifar10-si", *streams("nc-split-cifar10-si", 80, spread=0.4)) == "holds"
+    assert verdict("nc-split-cifar10-si", *streams("nc-split-cifar10-si", 80)) == "inconclusive"
+
+
+def test_not_better_by_a_point_needs_five_runs():
+    def modular(test, seeds=5):
+        return [*several({"model": "linear"}, seeds, train=90.0, test=test, gap=1.0),
+                *several({"model": "baseline"}, seeds, train=80.0, test=60.0, gap=1.0)]  # fmt: skip
+
+    assert verdict("mn-cifar-generalise", *modular(60.2)) == "holds"
+    assert verdict("mn-cifar-generalise", *modular(65.0)) == "contradicted"
+    assert verdict("mn-cifar-generalise", *modular(60.2, seeds=4)) == "inconclusive"
+
+
+def test_runs_that_are_too_short_decide_nothing():
+    rows = [("em", 5, 1), ("em", 15, 1), ("fixed", 1, 1), ("fixed", 3, 3)]
+
+    def treebank(baseline):
+        level = {"em": 0.9 * baseline, "fixed": baseline}
+        return [
+            r
+            for method, modules, choices in rows
+            for r in several({"method": method, "modules": modules, "choices": choices}, test_perplexity=level[method])
+        ]
+
+    assert verdict("mn-ptb-baseline", *treebank(250.0)) == "holds"
+    assert verdict("mn-ptb-baseline", *treebank(400.0)) == "budget-too-short"
+    densenet = {"network": "densenet", "dataset": "cifar10"}
+    for budget, wanted in (("desk", "budget-too-short"), ("paper", "holds")):
+        runs = several({"model": "neurocoder"} | densenet, budget=budget, test=95.0)
+        for model in ("original", "moe", "nsm"):
+            runs += several({"model": model} | densenet, budget=budget, test=93.0)
+        assert verdict("nc-cifar10-densenet", *runs) == wanted
+
+
+def test_agents_must_beat_chance_and_have_had_their_steps():
+    def game(name, scores, steps):
+        return [
+            r
+            for model, score in scores.items()
+            for r in several({"model": model, "game": name}, score=score, environment_steps=steps)
+        ]
+
+    scores = {"neurocoder": 300.0, "a3c": 200.0, "hypernet": 250.0, "random": 68.0}
+    assert verdict("nc-atari-seaquest", *game("seaquest", scores, 33e6)) == "holds"
+    assert verdict("nc-atari-seaquest", *game("seaquest", scores, 1e6)) == "budget-too-short"
+    assert verdict("nc-atari-frostbite", *game("frostbite", scores, 33e6)) == "budget-too-short"
+    flat = dict.fromkeys(scores, 68.0)
+    assert verdict("nc-atari-seaquest", *game("seaquest", flat, 33e6)) == "budget-too-short"
+
+
+def test_solving_and_generalising_are_two_measurements():
+    em = {"model": "em", "setting": "separate"}
+    good = {"train_loss": 1e-5, "h_a": 0.01, "h_b": 0.69}
+    runs = several(em, 10, **good, held_out_loss=0.5)
+    assert verdict("mn-toy", *runs) == "holds"
+    assert verdict("mn-toy-held-out", *runs) == "contradicted"
+    assert verdict("mn-toy", *several(em, 9, **good)) == "inconclusive"
+
+
+def test_without_spread_what_is_measured_is_sure():
+    assert welch([2.0, 2.0], [1.0, 1.0]) == (0.0, 1.0)
+    assert welch([1.0, 1.0], [1.0, 1.0]) == (1.0, 1.0)
+    same = Runs(several({"model": "a"}, 1, value=1.0) * 3)
+    above, below = (Bound(Group({"model": "a"}, "value", lower=lower), 0.5) for lower in (False, True))
+    assert above.p_values(same) == (0.0, 1.0)
+    assert below.p_values(same) == (1.0, 0.0)
+
+
+def test_factors_and_margins():
+    runs = Runs([*several({"model": "a"}, 5, step=1.1), *several({"model": "b"}, 5, step=1.0)])
+    a, b = (Group({"model": model}, "step", lower=True) for model in "ab")
+    assert Compare(a, b).p_values(runs)[0] > 0.95
+    assert Compare(a, b, factor=1.15).p_values(runs)[0] < 0.05
+    assert Compare(a, b, margin=0.2).p_values(runs)[0] < 0.05
+    assert Compare(a, b, factor=1.15).words() == "step of a below 1.15 times b"
+    assert Falls(a, "seed").p_values(Runs(runs[:2])) == (1.0, 1.0)
