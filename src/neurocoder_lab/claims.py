@@ -53,6 +53,11 @@ def judge(folder: Path, dirty: bool = False) -> list[Judged]:
     if not any((folder / f"{name}.json").is_file() for name in sources):
         raise LabError(f"{folder} holds no results: neurocoder sweep makes them, or name another folder with --results")
     every = {name: results.load(folder, name, dirty) for name in sources}
+    for name in sources & {*experiments.NAMES}:
+        old = results.superseded(every[name], experiments.get(name).axes)
+        if old:
+            words = f"neurocoder retract {name} --superseded --results {folder}"
+            raise LabError(f"{len(old)} runs in {folder / name}.json were run again with other settings: {words}")
     chosen = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
     corrected = _corrected(known, chosen)
     found = []

@@ -108,11 +108,11 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
     empty = [name for name, values in chosen.items() if not values]
     if empty or args.seeds < 1:
         raise LabError(f"nothing to run: {'--seeds must be at least 1' if not empty else f'--{empty[0]} names none'}")
-    configs = grid(experiment, chosen, args.seeds, budget=args.budget)
     make_folder(args.results)
     os.environ[tuning.FOLDER] = str(args.results)  # what was tuned beside these results
+    configs = [experiment.resolve(config) for config in grid(experiment, chosen, args.seeds, budget=args.budget)]
     known = {results.identity(run["config"]) for run in results.load(args.results, experiment.name, args.dirty)}
-    todo = [config for config in configs if results.identity(as_dict(experiment.resolve(config))) not in known]
+    todo = [config for config in configs if results.identity(as_dict(config)) not in known]
     if len(todo) < len(configs):
         print(f"{len(configs) - len(todo)} of {len(configs)} runs are in {args.results} already")
     try:
@@ -147,14 +147,19 @@ def retract(experiment: Experiment, arguments: list[str]) -> int:
         [
             *_axes(experiment, dict.fromkeys(experiment.axes, ())),
             ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help="Which seeds; all if none is named.")], ()),
+            ("superseded", Annotated[bool, tyro.conf.arg(help="Only runs whose place a later one took.")], False),
             ("results", Annotated[Path, tyro.conf.arg(help="Folder of results.")], RESULTS),
             ("yes", Annotated[bool, tyro.conf.arg(help="Do it; without, only say what would go.")], False),
         ],
     )
     about = "Take runs out of the results that newer code supersedes; an axis that is not named matches all its values."
     args = tyro.cli(kind, prog=f"neurocoder retract {experiment.name}", description=about, args=arguments)
-    chosen = {name: getattr(args, name) for name in experiment.axes if getattr(args, name)}
-    gone = results.retract(args.results, experiment.name, args.seeds, chosen, really=args.yes)
+    gone = results.load(args.results, experiment.name, dirty_too=True)
+    gone = results.superseded(gone, experiment.axes) if args.superseded else gone
+    chosen = {name: getattr(args, name) for name in experiment.axes} | {"seed": args.seeds}
+    gone = [run for run in gone if all(run["config"][name] in some for name, some in chosen.items() if some)]
+    if args.yes and gone:
+        results.retract(args.results, experiment.name, gone)
     for name in experiment.axes:
         print(f"{name}: {', '.join(sorted({str(run['config'][name]) for run in gone}))}")
     print(f"{len(gone)} runs {'taken' if args.yes else 'would be taken'} out of {args.results / experiment.name}.json")
@@ -187,23 +192,32 @@ def list_experiments() -> None:
     print("\nneurocoder run NAME --help shows the settings of one")
 
 
-def tune(
-    experiment: tyro.conf.Positional[str],
-    runs: Path = RUNS / "tuning",
-    results: Path = RESULTS,
-    seeds: int = 3,
-    workers: int = 1,
-) -> None:
-    """Choose an experiment's settings on held-out data, for all later runs: they go to tuned.json beside the results.
-
-    Args:
-        experiment: split-mnist or split-cifar.
-        runs: folder of the runs.
-        results: folder of results; what is tuned there comes before what the package has.
-        seeds: 0 to this, less one; at least three.
-        workers: local processes, one thread each.
-    """
-    tuning.tune(experiments.get(experiment), runs, results, seeds, workers)
+def tune(experiment: Experiment, arguments: list[str]) -> int:
+    """Settings chosen on held-out data."""
+    tunable = sorted({setting for grid in experiment.grids for setting in grid.settings()})
+    kind = make_dataclass(
+        "Tune",
+        [
+            (
+                "settings",
+                Annotated[tuple[str, ...], tyro.conf.arg(help=f"Of {', '.join(tunable)}; all by default.")],
+                (),
+            ),
+            *_axes(experiment, {}),
+            ("seeds", Annotated[int, tyro.conf.arg(help="Seeds 0 to this, less one; at least three.")], 3),
+            ("runs", Annotated[Path, tyro.conf.arg(help="Folder of the runs.")], RUNS / "tuning"),
+            ("results", Annotated[Path, tyro.conf.arg(help="Folder of results, where tuned.json goes.")], RESULTS),
+            ("workers", Annotated[int, tyro.conf.arg(help="Local processes, one thread each.")], 1),
+        ],
+    )
+    about = (
+        "Choose settings on held-out data, for all later runs: they go to tuned.json beside the results, and what is "
+        "there comes before what the package has."
+    )
+    args = tyro.cli(kind, prog=f"neurocoder tune {experiment.name}", description=about, args=arguments)
+    axes = {name: getattr(args, name) for name in experiment.axes}
+    tuning.tune(experiment, args.runs, args.results, args.seeds, args.workers, args.settings, axes)
+    return 0
 
 
 def report(results: Path = RESULTS, out: Path = Path("report.html"), dirty: bool = False) -> None:
@@ -216,6 +230,7 @@ def report(results: Path = RESULTS, out: Path = Path("report.html"), dirty: bool
     """
     from neurocoder_lab.report import write
 
+    os.environ[tuning.FOLDER] = str(results)
     print(write(results, out, dirty))
 
 
@@ -229,6 +244,7 @@ def claims(results: Path = RESULTS, json: bool = False, dirty: bool = False) -> 
     """
     from neurocoder_lab.claims import judge
 
+    os.environ[tuning.FOLDER] = str(results)
     found = judge(results, dirty)
     if json:
         print(_json([dataclasses.asdict(claim) for claim in found]))
@@ -288,6 +304,14 @@ def sweep_usage(experiment: tyro.conf.Positional[str]) -> None:
     """
 
 
+def tune_usage(experiment: tyro.conf.Positional[str]) -> None:
+    """Choose settings on held-out data: neurocoder tune NAME --help.
+
+    Args:
+        experiment: one that neurocoder list shows.
+    """
+
+
 def retract_usage(experiment: tyro.conf.Positional[str]) -> None:
     """Take superseded runs out of the results: neurocoder retract NAME --help.
 
@@ -306,7 +330,7 @@ def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    inner = {"run": run, "sweep": sweep, "retract": retract}
+    inner = {"run": run, "sweep": sweep, "retract": retract, "tune": tune}
     try:
         if arguments and arguments[0] in inner and arguments[1:] not in (["-h"], ["--help"]):
             return inner[arguments[0]](*_named(arguments[0], arguments[1:]))
@@ -316,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "run": run_usage,
                 "sweep": sweep_usage,
                 "retract": retract_usage,
-                "tune": tune,
+                "tune": tune_usage,
                 "report": report,
                 "claims": claims,
                 "bench": bench,

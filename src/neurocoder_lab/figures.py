@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 INK = "#123457"  # replaced by the colour of the page's text
-COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0")
+COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0", "#7a9a2e")
 WIDTH = 7.2
 
 STYLE = {

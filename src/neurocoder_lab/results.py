@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -70,20 +70,17 @@ def replace(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
     return _change(results, name, lambda known: runs)
 
 
-def retract(
-    results: Path, name: str, seeds: tuple[int, ...], chosen: dict[str, tuple[Any, ...]], really: bool
-) -> list[dict[str, Any]]:
-    """Take out of results/<name>.json the runs with these seeds (all, if none is given) and one of the chosen values of
-    each setting, or only say which they are."""
+def superseded(runs: Runs, axes: Iterable[str]) -> Runs:
+    """Runs that have the place on the axes, budget and seed of a later one, but other settings."""
+    names = (*axes, "budget", "seed")
+    last = {tuple(run["config"][name] for name in names): run for run in runs}
+    return Runs(run for run in runs if run is not last[tuple(run["config"][name] for name in names)])
 
-    def superseded(run: dict[str, Any]) -> bool:
-        config = run["config"]
-        return (not seeds or config["seed"] in seeds) and all(config[key] in values for key, values in chosen.items())
 
-    gone = [run for run in load(results, name, dirty_too=True) if superseded(run)]
-    if really and gone:
-        _change(results, name, lambda known: [run for run in known if not superseded(run)])
-    return gone
+def retract(results: Path, name: str, gone: list[dict[str, Any]]) -> None:
+    """Take runs out of results/<name>.json."""
+    out = {identity(run["config"]) for run in gone}
+    _change(results, name, lambda known: [run for run in known if identity(run["config"]) not in out])
 
 
 def _change(results: Path, name: str, change: Callable[[Runs], list[dict[str, Any]]]) -> Path:

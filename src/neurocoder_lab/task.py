@@ -104,7 +104,7 @@ class Grid:
     """
 
     over: dict[str, tuple[Any, ...]]
-    values: Callable[[dict[str, Any]], dict[str, tuple[float, ...]]]
+    values: Callable[[dict[str, Any]], dict[str, tuple[Any, ...]]]
     fixed: dict[str, Any]
     metric: str
     lower: bool = False
@@ -157,7 +157,7 @@ class Experiment:
         """
         plain, full = self.resolve(self._plain(config)), self.resolve(config)
         parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
-        tuned = {setting for grid in self.grids for setting in grid.settings()}
+        tuned = {setting for grid in self.grids for setting in grid.settings()} - {*self.axes}
         for name in (item.name for item in fields(full)):
             value = getattr(full, name)
             if name in tuned or (name != "seed" and value != getattr(plain, name)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from itertools import product
@@ -50,8 +51,9 @@ def at_the_end(row: Row) -> list[str]:
     """Settings whose chosen value is the smallest or largest that was tried: a better one may lie beyond."""
     ends = []
     for name, value in chosen(row)["values"].items():
-        values = sorted({tried["values"][name] for tried in row["tried"]})
-        ends += [name] if len(values) > 1 and value in (values[0], values[-1]) else []
+        values = {tried["values"][name] for tried in row["tried"]}
+        numbers = not isinstance(value, str) and len(values) > 1
+        ends += [name] if numbers and value in (min(values), max(values)) else []
     return ends
 
 
@@ -76,16 +78,36 @@ def _rows(file: Path, changed: int) -> list[Row]:
     return read_json(file)
 
 
-def tune(experiment: Experiment, runs: Path, results: Path, seeds: int, workers: int) -> None:
-    """Run the experiment's grids, one after the other: a later one may build on what an earlier one found."""
-    if not experiment.grids:
-        raise LabError(f"{experiment.name} has nothing to tune")
+def tune(
+    experiment: Experiment,
+    runs: Path,
+    results: Path,
+    seeds: int,
+    workers: int,
+    settings: tuple[str, ...] = (),
+    axes: dict[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Run the experiment's grids, one after the other: a later one may build on what an earlier one found.
+
+    Args:
+        settings: grids that choose one of these; by default all.
+        axes: the places to tune at, as values of axes; by default all.
+    """
+    grids = [grid for grid in experiment.grids if not settings or grid.settings() & {*settings}]
+    if not grids:
+        tunable = sorted(setting for grid in experiment.grids for setting in grid.settings())
+        raise LabError(f"{experiment.name} has nothing to tune" + (f" but {', '.join(tunable)}" if tunable else ""))
     if seeds < FEWEST:
         raise LabError(f"tuning takes at least {FEWEST} seeds, got {seeds}: fewer choose by chance")
     os.environ[FOLDER] = str(results)
     make_folder(results)
     failed: dict[Config, str] = {}
-    for grid in experiment.grids:
+    for grid in grids:
+        over = {
+            name: tuple(value for value in values if value in (axes or {}).get(name, values))
+            for name, values in grid.over.items()
+        }
+        grid = replace(grid, over=over)
         rows = _try(experiment, grid, runs, seeds, workers, failed)
         with waiting_for(results):
             places = [_place(row) for row in rows]
@@ -160,4 +182,6 @@ def _tell(row: Row) -> None:
 
 
 def _values(tried: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in tried["values"].items())
+    return ", ".join(
+        value if isinstance(value, str) else f"{name} {value:g}" for name, value in tried["values"].items()
+    )

@@ -5,7 +5,7 @@ import torch
 
 from neurocoder_lab.experiments import polynomial
 from neurocoder_lab.experiments.polynomial import SETTINGS, Polynomial
-from neurocoder_lab.run import execute
+from neurocoder_lab.run import execute, folder_of
 
 SIZES = {"linear": 3489, "hypernet": 3529, "film": 3555, "neurocoder-single": 3600, "neurocoder-multi": 2100}
 
@@ -56,10 +56,8 @@ def test_attention_changes_are_told_from_noise():
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_smoke_run_learns(tmp_path, setting):
-    result = execute(
-        polynomial.EXPERIMENT, Polynomial(budget="smoke", model="film", setting=setting), tmp_path, quiet=True
-    )
-    final = result["final"]
+    config = Polynomial(budget="smoke", model="film", setting=setting)
+    final = execute(polynomial.EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert final["test"] < 1.1 * final["target_variance"]
-    rows = (tmp_path / "polynomial" / f"film.{setting}.smoke" / "seed-0" / "metrics.jsonl").read_text().splitlines()
+    rows = (folder_of(polynomial.EXPERIMENT, config, tmp_path) / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 50

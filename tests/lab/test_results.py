@@ -98,6 +98,21 @@ def test_superseded_runs_are_taken_out_when_asked(tmp_path, capsys):
     assert not (tmp_path / "polynomial.json").exists()
 
 
+def test_runs_made_again_with_other_settings_are_not_pooled(tmp_path, capsys):
+    old, new = ([made_up("linear", seed) for seed in range(2)] for _ in range(2))
+    for place in new:
+        place["config"]["rate"] = 0.5
+    results.merge(tmp_path, "polynomial", old)
+    results.merge(tmp_path, "polynomial", new)
+    assert main(["claims", "--results", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "2 runs" in told
+    assert "neurocoder retract polynomial --superseded" in told
+    assert main(["retract", "polynomial", "--superseded", "--results", str(tmp_path), "--yes"]) == 0
+    assert [run["config"].get("rate") for run in results.load(tmp_path, "polynomial")] == [0.5, 0.5]
+    assert main(["claims", "--results", str(tmp_path)]) == 0
+
+
 MERGE = """
 import sys, time
 from pathlib import Path

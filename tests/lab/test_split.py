@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import neurocoder as nc
 from neurocoder_lab import experiments
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import split_cifar, split_mnist
@@ -169,3 +170,27 @@ def test_the_experiments_are_listed():
     with pytest.raises(LabError, match="did you mean split-mnist"):
         experiments.get("split-mnst")
     assert isinstance(split_mnist.build("mlp", "task", 256)(torch.zeros(1, 1024), 4), torch.Tensor)
+
+
+def test_the_two_forms_of_the_neurocoder():
+    ours = split_mnist.EXPERIMENT.resolve(SplitMnist(model="neurocoder", method="oewc"))
+    theirs = split_mnist.EXPERIMENT.resolve(SplitMnist(model="neurocoder-authors", method="oewc"))
+    assert (theirs.sharpness, theirs.orthogonal) == (1 / 5, 1.0)
+    networks = [split_mnist.build(c.model, "domain", 256, c.sharpness) for c in (ours, theirs)]
+    assert [network[0].sharpness for network in networks] == [ours.sharpness, 1 / 5]
+    assert networks[1][0].rules == nc.Rules.authors(1)
+    plain = split_mnist.EXPERIMENT.resolve(SplitMnist(model="mlp"))
+    assert (plain.sharpness, plain.orthogonal) == (0.0, 0.0)
+    with pytest.raises(LabError, match="mlp has no sharpness"):
+        SplitMnist(model="mlp", sharpness=1.0)
+    with pytest.raises(LabError, match="sharpness must be positive"):
+        SplitMnist(sharpness=0.0)
+
+
+def test_the_authors_add_the_orthogonal_loss_twice_where_a_penalty_acts():
+    for method, wanted in (("adam", [1, 1]), ("oewc", [1, 2])):
+        config = split_mnist.EXPERIMENT.resolve(
+            SplitMnist(budget="smoke", model="neurocoder-authors", method=method, epochs=1)
+        )
+        learner = split_mnist.start(config)
+        assert [2 if learner.again(task) else 1 for task in (0, 1)] == wanted

@@ -67,6 +67,18 @@ class StreamConfig(Config):
         return replace(raw, train=train, test=test)
 
 
+def check_form(config: Any, recoded: bool) -> None:
+    """Raise unless `sharpness` and `orthogonal` of a config fit a model that is re-coded as a Neurocoder, or is not."""
+    for name in ("sharpness", "orthogonal"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < inf:
+            raise LabError(f"{name} must be a number that is not negative, got {value}")
+        if value and not recoded:
+            raise LabError(f"{config.model} has no {name}")
+    if config.sharpness == 0 and recoded:
+        raise LabError("sharpness must be positive, got 0")
+
+
 def orthogonal(model: nn.Module, strength: float) -> Callable[[int], Tensor]:
     """The orthogonal loss of what the forward of a task uses: heads of other tasks are left alone."""
 
@@ -84,6 +96,7 @@ class Learner(Task):
         epochs: passes over each task's training data.
         batch: rows a step; the last of an epoch may have fewer.
         extra: from a task to a loss that is added to that of its every batch, such as an orthogonal loss.
+        again: whether a task's batches have it added twice; the Fisher counts it once.
     """
 
     def __init__(
@@ -95,8 +108,9 @@ class Learner(Task):
         epochs: int,
         batch: int,
         extra: Callable[[int], Tensor] | None = None,
+        again: Callable[[int], bool] = lambda task: False,
     ):
-        self.stream, self.method, self.batch, self.extra = stream, method, batch, extra
+        self.stream, self.method, self.batch, self.extra, self.again = stream, method, batch, extra, again
         self.epoch_steps = [-(-len(y) // batch) for _, y in stream.train]
         self.ends = [*accumulate(steps * epochs for steps in self.epoch_steps)]
         super().__init__(model, optimiser, self.ends[-1], evaluate_every=max(self.ends[-1] // 50, 1))
@@ -127,7 +141,8 @@ class Learner(Task):
         x, y = self.share(x[rows], y[rows])
         loss = F.cross_entropy(self.stream.logits(self.network, x, task), y)
         self.optimiser.zero_grad()
-        self.accelerator.backward(loss if self.extra is None else loss + self.extra(task))
+        whole = loss if self.extra is None else loss + (2 if self.again(task) else 1) * self.extra(task)
+        self.accelerator.backward(whole)
         self.accelerator.unscale_gradients(self.optimiser)
         self.method.step(self.optimiser)
         if index + 1 == self.ends[task] and task + 1 < len(self.stream):

@@ -11,7 +11,6 @@ whose weights come as a package, or ResNet-18 with `--backbone resnet18 --weight
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 import neurocoder as nc
 from neurocoder_lab import figures
 from neurocoder_lab.continual import MultiHead, make
-from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, orthogonal
+from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, check_form, orthogonal
 from neurocoder_lab.features import Backbone, features
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, spread
@@ -78,14 +77,7 @@ class SplitCifar(StreamConfig):
         super().__post_init__()
         if self.rate is not None and not self.rate > 0:
             raise LabError(f"rate must be positive, got {self.rate}")
-        for name in ("sharpness", "orthogonal"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < inf:
-                raise LabError(f"{name} must be a number that is not negative, got {value}")
-            if value and self.model == "plain":
-                raise LabError(f"the plain head has no {name}")
-        if self.sharpness == 0 and self.model != "plain":
-            raise LabError("sharpness must be positive, got 0")
+        check_form(self, self.model != "plain")
         if self.method == "none" and self.penalty:
             raise LabError("without a method there is no penalty to choose a strength for")
 

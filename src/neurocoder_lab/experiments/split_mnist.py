@@ -4,7 +4,9 @@
     neurocoder sweep split-mnist --seeds 10
 
 Digits are padded to 32 x 32. The network is 1024-h-h-outputs without bias in the hidden layers, as the authors'; in the
-task scenario every task has an output layer of its own.
+task scenario every task has an output layer of its own. The Neurocoder comes in two forms: `neurocoder`, with our
+initialisation and a sharpness and a weight of the orthogonal loss chosen on held-out data, and `neurocoder-authors`,
+with all the choices of the authors' published code.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from neurocoder_lab.claims import published
 from neurocoder_lab.continual import MultiHead, make
 from neurocoder_lab.continual.methods import Name as Method
 from neurocoder_lab.continual.stream import SCENARIOS, Scenario
-from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, orthogonal
+from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, check_form, orthogonal
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Experiment, Grid
 from neurocoder_lab.tuning import best
 
-Model = Literal["mlp", "nsm", "neurocoder"]
+Model = Literal["mlp", "nsm", "neurocoder", "neurocoder-authors"]
+Form = Literal["neurocoder", "neurocoder-authors"]
 MODELS: tuple[Model, ...] = Model.__args__
+FORMS: tuple[Form, ...] = Form.__args__
 METHODS: tuple[Method, ...] = Method.__args__
-NAMES = {"mlp": "MLP", "nsm": "NSM", "neurocoder": "Neurocoder"}
+NAMES = {"mlp": "MLP", "nsm": "NSM", "neurocoder": "Neurocoder", "neurocoder-authors": "Neurocoder, authors' choices"}
 TITLES = {"adam": "Adam", "adagrad": "Adagrad", "l2": "L2", "si": "SI", "ewc": "EWC", "oewc": "online EWC"}
 
 TASKS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -44,11 +48,14 @@ EPOCHS = {"smoke": 3, "desk": 4, "paper": 4}
 EXAMPLES = {"smoke": 256, "desk": 60_000, "paper": 60_000}
 LAYERS: dict[str, dict[str, Any]] = {
     "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 5, "key_dim": 5},
-    # sharpness 1: the paper's attention has no temperature, and here a sharper one forgets more (docs/log.md)
     # the paper's least_used = 5 does nothing in a single step
-    "neurocoder": {"slots": 50, "heads": 10, "key_dim": 5, "sharpness": 1.0},
+    "neurocoder": {"slots": 50, "heads": 10, "key_dim": 5},
+    "neurocoder-authors": {"slots": 50, "heads": 10, "key_dim": 5, "compat": "authors"},
 }
-ORTHOGONAL = 10.0
+PAPER = {"sharpness": 1.0, "orthogonal": 10.0}
+AUTHORS = {"sharpness": 1 / 5, "orthogonal": 1.0}  # their code's: 1/K, and a = 1
+SHARPNESS = (1 / 5, 1.0, 3.0)
+ORTHOGONAL = (1.0, 10.0)
 # strengths of the penalties in the benchmark that the paper follows (Hsu et al. 2018)
 BENCHMARK: dict[str, dict[str, float]] = {
     "task": {"l2": 0.01, "si": 300.0, "ewc": 100.0, "oewc": 400.0},
@@ -76,7 +83,7 @@ class SplitMnist(StreamConfig):
     """Five two-way digit tasks, one after the other."""
 
     model: Model = "neurocoder"
-    """mlp: plain layers; nsm, neurocoder: every layer re-coded."""
+    """mlp: plain layers; nsm, neurocoder, neurocoder-authors: every layer re-coded."""
     method: Method = "adam"
     """Plain training with Adam or Adagrad, or with Adam and a penalty: L2, SI, EWC, online EWC."""
     scenario: Scenario = "domain"
@@ -85,9 +92,14 @@ class SplitMnist(StreamConfig):
     """Width of the hidden layers: 256 as in the paper's table of sizes, 400 as in the authors' logs."""
     strength: Literal["benchmark", "tuned"] = "benchmark"
     """Strength of the penalty: as in the benchmark, or as tuned on held-out data for each model (256 hidden units)."""
+    sharpness: float | None = None
+    """Of the Neurocoder's attention; by default as chosen on held-out data, or the authors'."""
+    orthogonal: float | None = None
+    """Weight of the Neurocoder's orthogonal loss (a in the paper); by default as chosen, or the authors'."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_form(self, self.model in FORMS)
         if self.method not in GRID and (self.penalty or self.strength == "tuned"):
             raise LabError(f"{self.method} has no penalty to tune: --method {' '.join(GRID)} have")
         if self.strength == "tuned" and self.hidden != 256:
@@ -100,14 +112,18 @@ def fill(config: SplitMnist) -> dict[str, Any]:
         penalty = best("split-mnist", "penalty", scenario=config.scenario, model=config.model, method=config.method)
     elif config.method in GRID:
         penalty = BENCHMARK.get(config.scenario, {}).get(config.method)
-    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty}
+    form = {"neurocoder": PAPER, "neurocoder-authors": AUTHORS}.get(config.model, dict.fromkeys(PAPER, 0.0))
+    if config.model == "neurocoder":
+        scenario = "domain" if config.scenario == "class" else config.scenario  # both have one head
+        form = {name: best("split-mnist", name, scenario=scenario) or value for name, value in PAPER.items()}
+    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | form
 
 
 def prepare(x: Tensor) -> Tensor:
     return F.pad(x, (2, 2, 2, 2)).flatten(1).float().div_(255).sub_(PIXELS[0]).div_(PIXELS[1])
 
 
-def build(model: Model, scenario: Scenario, hidden: int) -> nn.Module:
+def build(model: Model, scenario: Scenario, hidden: int, sharpness: float = 0.0) -> nn.Module:
     body = nn.Sequential(*mlp(1024, hidden, hidden, bias=False), nn.ReLU())
     if scenario == "task":
         network: nn.Module = MultiHead(body, [nn.Linear(hidden, len(classes)) for classes in TASKS])
@@ -115,7 +131,7 @@ def build(model: Model, scenario: Scenario, hidden: int) -> nn.Module:
         outputs = 2 if scenario == "domain" else sum(map(len, TASKS))
         network = nn.Sequential(*body, nn.Linear(hidden, outputs))
     if model in LAYERS:
-        nc.recode(network, "*", **LAYERS[model])
+        nc.recode(network, "*", **LAYERS[model] | ({"sharpness": sharpness} if sharpness else {}))
     return network
 
 
@@ -126,14 +142,18 @@ def start(config: SplitMnist) -> Learner:
         raise LabError("the benchmark's strengths are for the task and domain scenarios: use --strength tuned")
     digits = data.images("mnist")
     stream = config.stream(digits, TASKS, config.scenario, prepare)
-    model = build(config.model, config.scenario, config.hidden)
+    model = build(config.model, config.scenario, config.hidden, config.sharpness)
     if config.method == "adagrad":
         optimiser: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     else:
         optimiser = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
     method = make(config.method, model, config.penalty if config.method in GRID else None)
-    extra = orthogonal(model, ORTHOGONAL) if config.model == "neurocoder" else None
-    learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, extra)
+    extra = orthogonal(model, config.orthogonal) if config.orthogonal else None
+    # their methods with a penalty add the orthogonal loss a second time, from the second task on
+    twice = config.model == "neurocoder-authors" and config.method in GRID
+    learner = Learner(
+        model, optimiser, stream, method, config.epochs, BATCH, extra, again=lambda task: twice and task > 0
+    )
     learner.fingerprint = digits.fingerprint
     return learner
 
@@ -142,8 +162,17 @@ def paper(scenario: str, method: str) -> dict[str, tuple[float, float]]:
     """The paper's mean and standard deviation of each model; the class scenario is not in it."""
     for claim in published():
         if claim["id"] == f"nc-split-mnist-{scenario}-{method}":
-            return {model: (claim["paper"][model], claim["paper"]["std"][model]) for model in MODELS}
+            found = {
+                model: (claim["paper"][model], claim["paper"]["std"][model]) for model in ("mlp", "nsm", *FORMS[:1])
+            }
+            return found | dict.fromkeys(FORMS, found["neurocoder"])
     return {}
+
+
+def logs(scenario: str, method: str) -> dict[str, tuple[float, float]]:
+    """What the authors logged of each model."""
+    found = LOGS.get((scenario, method), {})
+    return found | (dict.fromkeys(FORMS, found["neurocoder"]) if "neurocoder" in found else {})
 
 
 def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -159,7 +188,7 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
         header = ["method", *(name for model in models for name in (NAMES[model], *beside))]
         rows = []
         for method in METHODS:
-            theirs = paper(scenario, method) if hidden == 256 else LOGS.get((scenario, method), {})
+            theirs = paper(scenario, method) if hidden == 256 else logs(scenario, method)
             row = [TITLES[method]]
             for model in models:
                 ran = mine.where(method=method, model=model)
@@ -211,11 +240,25 @@ EXPERIMENT = Experiment(
     tables=tabulate,
     grids=[
         Grid(
-            {"scenario": SCENARIOS, "model": MODELS, "method": tuple(GRID)},
-            lambda place: {"penalty": GRID[place["method"]]},
-            {"measure": "validation", "strength": "benchmark"},
+            {"scenario": ("task", "domain")},
+            lambda place: {"sharpness": SHARPNESS, "orthogonal": ORTHOGONAL},
+            {"measure": "validation", "model": "neurocoder"},
             "accuracy",
-        )
+            across={"method": ("adam", "oewc")},
+        ),
+        Grid(  # the form by which the claims are judged
+            {"scenario": ("task", "domain")},
+            lambda place: {"model": FORMS},
+            {"measure": "validation"},
+            "accuracy",
+            across={"method": ("adam", "oewc")},
+        ),
+        Grid(
+            {"scenario": ("task", "domain"), "model": MODELS, "method": tuple(GRID)},
+            lambda place: {"penalty": GRID[place["method"]]},
+            {"measure": "validation"},
+            "accuracy",
+        ),
     ],
     main={"scenario": ("task", "domain"), "hidden": (256,), "strength": ("benchmark",)},
 )
