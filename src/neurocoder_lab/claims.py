@@ -74,6 +74,12 @@ def judge(folder: Path, dirty: bool = False) -> list[Judged]:
     return found
 
 
+def unclean(folder: Path) -> int:
+    """How many runs in the folder were made by code with uncommitted changes."""
+    every = [run for name in experiments.NAMES for run in results.load(folder, name, dirty_too=True)]
+    return sum(map(results.dirty, every))
+
+
 def _chosen(rule: Rule, runs: Runs) -> Runs:
     """Runs of the longest budget at which every group has enough of them; else at which every group has some."""
     for fewest in (rule.fewest, 1):

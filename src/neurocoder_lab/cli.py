@@ -242,7 +242,7 @@ def claims(results: Path = RESULTS, json: bool = False, dirty: bool = False) -> 
         json: print a list of objects for machines.
         dirty: take in runs of uncommitted code.
     """
-    from neurocoder_lab.claims import judge
+    from neurocoder_lab.claims import judge, unclean
 
     os.environ[tuning.FOLDER] = str(results)
     found = judge(results, dirty)
@@ -259,6 +259,11 @@ def claims(results: Path = RESULTS, json: bool = False, dirty: bool = False) -> 
         table.add_row(f"[bold]{claim.id}[/]\n{claim.statement}", paper, claim.ours, claim.budget or "", verdict)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     print(summary([claim.verdict for claim in found]))
+    left_out = 0 if dirty else unclean(results)
+    if left_out:
+        print(
+            f"{left_out} runs in {results} were made by code with uncommitted changes: left out (--dirty takes them in)"
+        )
 
 
 def summary(verdicts: list[str]) -> str:
