@@ -176,7 +176,9 @@ class Condition:
 
 
 def described(where: dict[str, Any]) -> str:
-    return " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in where.values()) or "all"
+    """The values, and what they are values of where words do not tell."""
+    parts = [value if isinstance(value, str) else f"{name} {value:g}" for name, value in where.items()]
+    return " ".join(parts) or "all"
 
 
 def unknown(group: Group, experiment: Experiment) -> str | None:
