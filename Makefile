@@ -2,6 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
+SWEEP := $(CURDIR)-sweep
 
 .PHONY: demo test bench worktree clean
 
@@ -20,12 +21,13 @@ bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as rati
 	$(RUN)/neurocoder bench --out benchmarks/results/layers.json
 
 # Results count only if committed code made them: sweep from such a copy, and go on building here.
-#   make worktree && cd ../$(notdir $(CURDIR))-sweep
-#   .venv/bin/neurocoder sweep NAME --runs $(CURDIR)/runs --results $(CURDIR)/results
 worktree:  ## ../<this folder>-sweep: the last commit, clean, with an environment of its own
-	git worktree add --detach ../$(notdir $(CURDIR))-sweep HEAD 2>/dev/null \
-		|| git -C ../$(notdir $(CURDIR))-sweep checkout --quiet --detach $$(git rev-parse HEAD)
-	$(MAKE) -C ../$(notdir $(CURDIR))-sweep .venv/ready
+	@if pgrep -f "$(SWEEP)/.venv" > /dev/null; then echo "something runs in $(SWEEP): wait for it, or stop it"; exit 1; fi
+	if [ -d $(SWEEP) ]; then git -C $(SWEEP) checkout --quiet --detach $$(git rev-parse HEAD); \
+		else git worktree add --detach $(SWEEP) HEAD; fi
+	@if [ -n "$$(git -C $(SWEEP) status --porcelain)" ]; then echo "$(SWEEP) has changes of its own"; exit 1; fi
+	$(MAKE) -C $(SWEEP) .venv/ready
+	@echo "cd $(SWEEP) && .venv/bin/neurocoder sweep NAME --runs $(CURDIR)/runs --results $(CURDIR)/results"
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

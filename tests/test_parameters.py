@@ -11,6 +11,12 @@ FROM_THE_PAPERS = {  # cells whose widths and settings the papers give
 }  # fmt: skip
 
 
+def test_the_numbers_are_those_of_the_claim():
+    (claim,) = [claim for claim in claims.published() if claim["id"] == "nc-params"]
+    for cell in parameters.cells():
+        assert claim["paper"][cell.task.lower()][cell.model.lower()] == cell.paper
+
+
 def sizes(folder):
     (claim,) = [claim for claim in claims.judge(folder) if claim.id == "nc-params"]
     return claim

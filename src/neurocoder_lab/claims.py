@@ -1,6 +1,6 @@
 """Every claim of both papers, and what became of it here.
 
-claims.json holds the claims with the papers' numbers; rules.py says how each is judged.
+claims.json holds the claims with the papers' numbers; rules/ says how each is judged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from neurocoder_lab import experiments, results
+from neurocoder_lab import experiments, results, tuning
 from neurocoder_lab.evidence import described, holm
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, LEVEL, Rule, Verdict, rules
@@ -48,7 +48,8 @@ def judge(folder: Path, dirty: bool = False) -> list[Judged]:
     """Every claim, judged by the results in the folder; runs of uncommitted code count only if `dirty` says so."""
     if not folder.is_dir():
         raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
-    known = rules()
+    with tuning.at(folder):
+        known = rules()
     sources = {rule.experiment for rule in known.values()} & {*experiments.NAMES, *COUNTED}
     if not any((folder / f"{name}.json").is_file() for name in sources):
         raise LabError(f"{folder} holds no results: neurocoder sweep makes them, or name another folder with --results")
@@ -76,14 +77,15 @@ def judge(folder: Path, dirty: bool = False) -> list[Judged]:
 
 def unclean(folder: Path) -> int:
     """How many runs in the folder were made by code with uncommitted changes."""
-    every = [run for name in experiments.NAMES for run in results.load(folder, name, dirty_too=True)]
+    every = [run for name in (*experiments.NAMES, *COUNTED) for run in results.load(folder, name, dirty_too=True)]
     return sum(map(results.dirty, every))
 
 
 def _chosen(rule: Rule, runs: Runs) -> Runs:
     """Runs of the longest budget at which every group has enough of them; else at which every group has some."""
-    for fewest in (rule.fewest, 1):
-        for budget in BUDGETS:
+    *longer, smoke = BUDGETS
+    for fewest, budgets in ((rule.fewest, longer), (1, longer), (1, [smoke])):
+        for budget in budgets:
             chosen = runs.where(budget=budget)
             if chosen and all(len(group.runs(chosen)) >= fewest for group in rule.groups()):
                 return chosen
@@ -132,7 +134,7 @@ def _told(rule: Rule, runs: Runs) -> str:
     beside = [group for group in rule.beside if group.runs(runs)]
     numbers = [group.numbers(runs) for group in (*rule.tested(), *beside)]
     parts = [_one(side, numbers) for side in numbers]
-    parts += [condition.tell(runs) for condition in (*rule.conditions, *rule.enough)]
+    parts += [part.tell(runs) for part in (*rule.tests, *rule.conditions, *rule.enough)]
     return "; ".join(part for part in parts if part)
 
 

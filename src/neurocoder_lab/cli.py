@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
@@ -85,7 +85,7 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
     kind = make_dataclass(
         "Sweep",
         [
-            *_axes(experiment, experiment.main),
+            *_axes(experiment.axes, experiment.main),
             ("seeds", Annotated[int, tyro.conf.arg(help="Seeds 0 to this, less one.")], 3),
             ("budget", Annotated[Budget, tyro.conf.arg(help="smoke: seconds; desk: what we publish; paper.")], "desk"),
             ("workers", Annotated[int, tyro.conf.arg(help="Local processes, one thread each.")], 1),
@@ -109,8 +109,8 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
     if empty or args.seeds < 1:
         raise LabError(f"nothing to run: {'--seeds must be at least 1' if not empty else f'--{empty[0]} names none'}")
     make_folder(args.results)
-    os.environ[tuning.FOLDER] = str(args.results)  # what was tuned beside these results
-    configs = [experiment.resolve(config) for config in grid(experiment, chosen, args.seeds, budget=args.budget)]
+    with tuning.at(args.results):
+        configs = [experiment.resolve(config) for config in grid(experiment, chosen, args.seeds, budget=args.budget)]
     known = {results.identity(run["config"]) for run in results.load(args.results, experiment.name, args.dirty)}
     todo = [config for config in configs if results.identity(as_dict(config)) not in known]
     if len(todo) < len(configs):
@@ -141,44 +141,51 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
 def retract(experiment: Experiment, arguments: list[str]) -> int:
     """Take superseded runs out of the results."""
     from neurocoder_lab import results
+    from neurocoder_lab.run import set_aside
 
+    places = experiment.axes | {"budget": get_args(Budget)}
     kind = make_dataclass(
         "Retract",
         [
-            *_axes(experiment, dict.fromkeys(experiment.axes, ())),
+            *_axes(places, dict.fromkeys(places, ())),
             ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help="Which seeds; all if none is named.")], ()),
-            ("superseded", Annotated[bool, tyro.conf.arg(help="Only runs whose place a later one took.")], False),
+            ("superseded", Annotated[bool, tyro.conf.arg(help="Only runs made again with other settings.")], False),
+            ("dirty", Annotated[bool, tyro.conf.arg(help="Only runs of uncommitted code.")], False),
             ("results", Annotated[Path, tyro.conf.arg(help="Folder of results.")], RESULTS),
+            ("runs", Annotated[Path, tyro.conf.arg(help="Folder of runs: theirs go to retracted/ in it.")], RUNS),
             ("yes", Annotated[bool, tyro.conf.arg(help="Do it; without, only say what would go.")], False),
         ],
     )
     about = "Take runs out of the results that newer code supersedes; an axis that is not named matches all its values."
     args = tyro.cli(kind, prog=f"neurocoder retract {experiment.name}", description=about, args=arguments)
-    gone = results.load(args.results, experiment.name, dirty_too=True)
-    gone = results.superseded(gone, experiment.axes) if args.superseded else gone
-    chosen = {name: getattr(args, name) for name in experiment.axes} | {"seed": args.seeds}
-    gone = [run for run in gone if all(run["config"][name] in some for name, some in chosen.items() if some)]
+    known = results.load(args.results, experiment.name, dirty_too=True)
+    if not known:
+        raise LabError(f"{args.results} holds no results of {experiment.name}: name another folder with --results")
+    gone = results.superseded(known, experiment.axes) if args.superseded else known
+    chosen = {name: getattr(args, name) for name in places} | {"seed": args.seeds}
+    gone = [run for run in gone if all(run["config"].get(name) in some for name, some in chosen.items() if some)]
+    gone = [run for run in gone if results.dirty(run) or not args.dirty]
+    for name in places if gone else ():
+        print(f"{name}: {', '.join(sorted({str(run['config'].get(name)) for run in gone}))}")
+    file = args.results / f"{experiment.name}.json"
     if args.yes and gone:
+        aside = sum(set_aside(experiment, run["config"], args.runs) for run in gone)
         results.retract(args.results, experiment.name, gone)
-    for name in experiment.axes:
-        print(f"{name}: {', '.join(sorted({str(run['config'][name]) for run in gone}))}")
-    print(f"{len(gone)} runs {'taken' if args.yes else 'would be taken'} out of {args.results / experiment.name}.json")
-    if args.yes:
-        print("a sweep runs them again, or takes them from their folders under runs/ if these are still there")
+        print(f"{len(gone)} runs taken out of {file}; {aside} folders of runs moved to {args.runs / 'retracted'}")
     else:
-        print("to do it: --yes")
+        print(f"{len(gone)} runs of {len(known)} would be taken out of {file}{'; to do it: --yes' if gone else ''}")
     return 0
 
 
-def _axes(experiment: Experiment, defaults: dict[str, tuple[Any, ...]]) -> list[Any]:
-    """An option for each axis of the experiment: which of its values."""
+def _axes(axes: dict[str, tuple[Any, ...]], defaults: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """An option for each axis: which of its values."""
     return [
         (
             name,
             Annotated[tuple[Literal[values], ...], tyro.conf.arg(help="Which of them.")],
             field(default=defaults.get(name, values)),
         )
-        for name, values in experiment.axes.items()
+        for name, values in axes.items()
     ]
 
 
@@ -194,16 +201,19 @@ def list_experiments() -> None:
 
 def tune(experiment: Experiment, arguments: list[str]) -> int:
     """Settings chosen on held-out data."""
-    tunable = sorted({setting for grid in experiment.grids for setting in grid.settings()})
+    if not experiment.grids:
+        raise LabError(f"{experiment.name} has nothing to tune")
+    tunable = tuple(sorted({setting for grid in experiment.grids for setting in grid.settings()}))
+    places = {name: experiment.axes[name] for grid in experiment.grids for name in grid.over}
     kind = make_dataclass(
         "Tune",
         [
             (
                 "settings",
-                Annotated[tuple[str, ...], tyro.conf.arg(help=f"Of {', '.join(tunable)}; all by default.")],
-                (),
+                Annotated[tuple[Literal[tunable], ...], tyro.conf.arg(help="What to choose.")],
+                field(default=tunable),
             ),
-            *_axes(experiment, {}),
+            *_axes(places, {}),
             ("seeds", Annotated[int, tyro.conf.arg(help="Seeds 0 to this, less one; at least three.")], 3),
             ("runs", Annotated[Path, tyro.conf.arg(help="Folder of the runs.")], RUNS / "tuning"),
             ("results", Annotated[Path, tyro.conf.arg(help="Folder of results, where tuned.json goes.")], RESULTS),
@@ -215,7 +225,8 @@ def tune(experiment: Experiment, arguments: list[str]) -> int:
         "there comes before what the package has."
     )
     args = tyro.cli(kind, prog=f"neurocoder tune {experiment.name}", description=about, args=arguments)
-    axes = {name: getattr(args, name) for name in experiment.axes}
+    # an axis that was left as it is narrows nothing: not every grid has all of its values
+    axes = {name: getattr(args, name) for name, values in places.items() if getattr(args, name) != values}
     tuning.tune(experiment, args.runs, args.results, args.seeds, args.workers, args.settings, axes)
     return 0
 
@@ -230,7 +241,6 @@ def report(results: Path = RESULTS, out: Path = Path("report.html"), dirty: bool
     """
     from neurocoder_lab.report import write
 
-    os.environ[tuning.FOLDER] = str(results)
     print(write(results, out, dirty))
 
 
@@ -244,8 +254,13 @@ def claims(results: Path = RESULTS, json: bool = False, dirty: bool = False) -> 
     """
     from neurocoder_lab.claims import judge, unclean
 
-    os.environ[tuning.FOLDER] = str(results)
     found = judge(results, dirty)
+    left_out = 0 if dirty else unclean(results)
+    if left_out:
+        text = (
+            f"{left_out} runs in {results} were made by code with uncommitted changes: left out (--dirty takes them in)"
+        )
+        print(text, file=sys.stderr)
     if json:
         print(_json([dataclasses.asdict(claim) for claim in found]))
         return
@@ -259,11 +274,6 @@ def claims(results: Path = RESULTS, json: bool = False, dirty: bool = False) -> 
         table.add_row(f"[bold]{claim.id}[/]\n{claim.statement}", paper, claim.ours, claim.budget or "", verdict)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     print(summary([claim.verdict for claim in found]))
-    left_out = 0 if dirty else unclean(results)
-    if left_out:
-        print(
-            f"{left_out} runs in {results} were made by code with uncommitted changes: left out (--dirty takes them in)"
-        )
 
 
 def summary(verdicts: list[str]) -> str:
@@ -327,10 +337,11 @@ def retract_usage(experiment: tyro.conf.Positional[str]) -> None:
 
 def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
     """The experiment named among the words, and the rest of them."""
-    plain = [word for word in words if word in experiments.NAMES] or [w for w in words[:1] if not w.startswith("-")]
-    if not plain:
+    places = [place for place, word in enumerate(words) if word in experiments.NAMES]
+    places = places or [0 for word in words[:1] if not word.startswith("-")]
+    if not places:
         raise LabError(f"name an experiment: neurocoder {command} NAME; there is {', '.join(experiments.NAMES)}")
-    return experiments.get(plain[0]), [word for word in words if word != plain[0]]
+    return experiments.get(words[places[0]]), words[: places[0]] + words[places[0] + 1 :]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from itertools import product
 from math import isnan
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any
 
-from scipy.stats import spearmanr, ttest_1samp, ttest_ind
+from scipy.stats import binomtest, spearmanr, ttest_1samp, ttest_ind
 
 from neurocoder_lab.results import Runs, deviation
 from neurocoder_lab.store import LabError
@@ -51,18 +51,23 @@ def distinct(groups: list[Group]) -> list[Group]:
     return [group for place, group in enumerate(groups) if group not in groups[:place]]
 
 
-class Test(Protocol):
+class Test:
     """Something that chance could bring about."""
 
-    def groups(self) -> list[Group]: ...
+    def groups(self) -> list[Group]:
+        raise NotImplementedError
 
     def p_values(self, runs: Runs) -> tuple[float, float]:
         """Of the claimed direction, and of its opposite."""
-        ...
+        raise NotImplementedError
 
     def words(self) -> str:
         """What is claimed, for people."""
-        ...
+        raise NotImplementedError
+
+    def tell(self, runs: Runs) -> str:
+        """What was found, beyond the numbers of the groups."""
+        return ""
 
 
 def _either(claimed: float, equal: bool, right: bool) -> tuple[float, float]:
@@ -80,7 +85,7 @@ def welch(larger: list[float], smaller: list[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(Test):
     """`better` is above `factor` * `worse` + `margin`, or below it where lower is better: a Welch test."""
 
     better: Group
@@ -106,7 +111,7 @@ class Compare:
 
 
 @dataclass(frozen=True)
-class Bound:
+class Bound(Test):
     """A mean is above `limit`, or below it where lower is better: a t test of one sample."""
 
     group: Group
@@ -130,8 +135,11 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Falls:
-    """A number falls as an axis grows: Spearman's rank correlation over all runs, negative."""
+class Falls(Test):
+    """A number falls as an axis grows: Spearman's rank correlation over all runs, negative.
+
+    There must be three places on the axis at least, with three runs each.
+    """
 
     group: Group
     axis: str
@@ -141,13 +149,50 @@ class Falls:
 
     def p_values(self, runs: Runs) -> tuple[float, float]:
         places = [run["config"][self.axis] for run in self.group.runs(runs)]
-        if len({*places}) < 3:
+        if len({*places}) < 3 or min(map(places.count, places)) < 3:
             return 1.0, 1.0
         found = spearmanr(places, self.group.values(runs), alternative="less")
         return _either(float(found[1]), True, False)
 
     def words(self) -> str:
         return f"{self.group.metric} of {described(self.group.where)} falls as {self.axis} grows (Spearman)"
+
+    def tell(self, runs: Runs) -> str:
+        places = [run["config"][self.axis] for run in self.group.runs(runs)]
+        return f"rank correlation with {self.axis} {float(spearmanr(places, self.group.values(runs))[0]):.2f}"
+
+
+@dataclass(frozen=True)
+class NineOfTen(Test):
+    """Nine of ten runs are good in the sample; the opposite is that fewer are in the long run: a binomial test.
+
+    Attributes:
+        what: what a good run has.
+        needs: groups of the same runs, one a number.
+        good: from a run's numbers to whether it is good.
+    """
+
+    what: str
+    needs: list[Group]
+    good: Callable[..., bool]
+
+    def groups(self) -> list[Group]:
+        return self.needs
+
+    def _count(self, runs: Runs) -> tuple[int, int]:
+        rows = [*zip(*(group.values(runs) for group in self.needs), strict=True)]
+        return sum(self.good(*row) for row in rows), len(rows)
+
+    def p_values(self, runs: Runs) -> tuple[float, float]:
+        good, all_ = self._count(runs)
+        opposite = binomtest(good, all_, 0.9, alternative="less").pvalue
+        return (0.0, 1.0) if good >= 0.9 * all_ else (1.0, float(opposite))
+
+    def words(self) -> str:
+        return f"{self.what} in nine of ten runs (contradicted by a binomial test)"
+
+    def tell(self, runs: Runs) -> str:
+        return "{} of {} runs".format(*self._count(runs))
 
 
 @dataclass(frozen=True)

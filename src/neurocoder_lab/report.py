@@ -63,18 +63,22 @@ def _part(experiment: Experiment, runs: Runs, left_out: int, judged: list[claims
 def write(folder: Path, out: Path, dirty: bool = False) -> Path:
     """Render the results in the folder, every budget that there is; returns the page."""
     judged = claims.judge(folder, dirty)
-    shown = []
+    shown, hidden = [], []
     for experiment in experiments.every():
         for budget in claims.BUDGETS:
             every = results.load(folder, experiment.name, dirty_too=True).where(budget=budget)
             runs = Runs(run for run in every if dirty or not results.dirty(run))
+            if every and not runs:
+                hidden.append(f"{experiment.name}, budget {budget}: {len(every)} runs")
             if runs:
                 shown.append(_part(experiment, runs, len(every) - len(runs), judged))
     counts = [(verdict, sum(claim.verdict == verdict for claim in judged)) for verdict in get_args(Verdict)]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         (files("neurocoder_lab") / "report.html.jinja").read_text()
     )
-    page = template.render(claims=judged, experiments=shown, counts=counts, source=source(), folder=folder)
+    page = template.render(
+        claims=judged, experiments=shown, counts=counts, source=source(), folder=folder, hidden=hidden
+    )
     make_folder(out.parent)
     with replacing(out) as temporary:
         temporary.write_text(page)

@@ -60,7 +60,8 @@ def merge(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
     """Put the runs into results/<name>.json beside those that are there; one that is there already is replaced."""
 
     def together(known: Runs) -> list[dict[str, Any]]:
-        return [*{identity(run["config"]): run for run in (*known, *runs)}.values()]
+        again = {identity(run["config"]) for run in runs}
+        return [*(run for run in known if identity(run["config"]) not in again), *runs]  # the latest come last
 
     return _change(results, name, together)
 
@@ -71,10 +72,20 @@ def replace(results: Path, name: str, runs: list[dict[str, Any]]) -> Path:
 
 
 def superseded(runs: Runs, axes: Iterable[str]) -> Runs:
-    """Runs that have the place on the axes, budget and seed of a later one, but other settings."""
-    names = (*axes, "budget", "seed")
-    last = {tuple(run["config"][name] for name in names): run for run in runs}
-    return Runs(run for run in runs if run is not last[tuple(run["config"][name] for name in names)])
+    """Runs whose place on the axes and budget were run again later with other settings, whatever their seed.
+
+    Runs of uncommitted code supersede none but their like.
+    """
+
+    def place(run: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(run["config"].get(name) for name in (*axes, "budget"))
+
+    def settings(run: dict[str, Any]) -> str:
+        return identity(run["config"] | {"seed": None})
+
+    clean_last = sorted(runs, key=dirty, reverse=True)
+    last = {place(run): settings(run) for run in clean_last}
+    return Runs(run for run in runs if settings(run) != last[place(run)])
 
 
 def retract(results: Path, name: str, gone: list[dict[str, Any]]) -> None:
@@ -111,6 +122,6 @@ def load(results: Path, name: str, dirty_too: bool = False) -> Runs:
         content = read_json(file)
     except LabError:
         raise LabError(f"{file} is not whole JSON: it was cut short or edited; remove it and sweep again") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
         raise LabError(f"{file} is from another version of the laboratory")
     return Runs(run for run in content["runs"] if dirty_too or not dirty(run))

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -48,6 +49,23 @@ Precision = Literal["no", "bf16", "fp16"]
 
 def folder_of(experiment: Experiment, config: Config, runs: Path) -> Path:
     return runs / experiment.name / experiment.label(config) / f"seed-{config.seed}"
+
+
+def set_aside(experiment: Experiment, settings: dict[str, Any], runs: Path) -> bool:
+    """Move the folder of a run, if it is there, to <runs>/retracted, so that it is run anew."""
+    try:
+        config = experiment.config(**settings)
+    except (TypeError, LabError):  # settings of another version: no run of this one has its folder
+        return False
+    folder = folder_of(experiment, config, runs)
+    if not (folder / "result.json").is_file():
+        return False
+    target = runs / "retracted" / folder.relative_to(runs)
+    while target.exists():
+        target = target.with_name(f"{target.name}+")
+    make_folder(target.parent)
+    folder.rename(target)
+    return True
 
 
 def finished(
@@ -335,15 +353,21 @@ def environment(accelerator: Accelerator, engine: dict[str, Any], fingerprint: s
     }
 
 
+@cache
 def source() -> dict[str, Any]:
-    """Commit of the code, and whether the code differs from it: changed or new files beside this package."""
-    code = Path(__file__).parent.parent
+    """Commit of the code, and whether the code differs from it: changed or new files beside this package.
 
-    def git(*words: str) -> str:
-        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=code)
-        return told.stdout.strip() if told.returncode == 0 else ""
+    A package that was installed rather than checked out has no commit; its version tells what it is.
+    """
+    here = Path(__file__).resolve()
 
-    return {
-        "commit": git("rev-parse", "--short", "HEAD") or "unknown",
-        "dirty": bool(git("status", "--porcelain", "--", ".")),
-    }
+    def git(*words: str) -> str | None:
+        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=here.parent.parent)
+        return told.stdout.strip() if told.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", str(here)) is None:
+        return {"commit": "unknown", "dirty": "site-packages" not in here.parts}
+    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+
+
+source()  # now, for this process and those forked from it: the code that runs is the code that was imported

@@ -80,15 +80,21 @@ def distil(experiment: Experiment, configs: list[Config], runs: Path, folder: Pa
     """
     found = []
     for config in configs:
-        result, place = finished(experiment, config, runs), folder_of(experiment, config, runs)
-        if result is None:
+        place = folder_of(experiment, config, runs)
+        try:
+            result = finished(experiment, config, runs)
+            if result is None:
+                continue
+            rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+            environment = read_json(place / "environment.json")
+        except (LabError, OSError, ValueError) as error:
+            print(f"left out {place}: {error}", file=sys.stderr)
             continue
-        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
         curve = {name: [results.round_(row[name]) for row in rows] for name in rows[0]} if rows else {}
-        run = {"config": as_dict(experiment.resolve(config)), **result, "curve": curve}
-        run |= {"environment": read_json(place / "environment.json")}
+        run = {"config": as_dict(experiment.resolve(config)), **result, "curve": curve, "environment": environment}
         if results.dirty(run) and not dirty_too:
-            print(f"left out {place}: made by code with uncommitted changes (--dirty takes it in)", file=sys.stderr)
+            what_to_do = "--dirty takes it in; to run it again, remove its folder"
+            print(f"left out {place}: made by code with uncommitted changes ({what_to_do})", file=sys.stderr)
         else:
             found.append(run)
     return results.merge(folder, experiment.name, found)

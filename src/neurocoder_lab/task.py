@@ -164,10 +164,6 @@ class Experiment:
                 parts.append(f"{name}-{value}")
         return re.sub(r"[^\w.+-]", "_", ".".join(parts))
 
-    def standard(self, config: Config) -> bool:
-        """Whether the config is what its budget says for its place on the axes: what may be compared and published."""
-        return self.resolve(config) == self.resolve(self._plain(config))
-
     def _plain(self, config: Config) -> Config:
         return self.config(
             seed=config.seed, budget=config.budget, **{name: getattr(config, name) for name in self.axes}

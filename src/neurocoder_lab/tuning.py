@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -22,7 +24,7 @@ from neurocoder_lab.results import deviation, dirty
 from neurocoder_lab.store import LabError, make_folder, read_json, waiting_for, write_json
 from neurocoder_lab.task import Config, Experiment, Grid
 
-FEWEST = 3  # seeds: one seed chose rates that blew up
+SEEDS = 3  # at least: one seed chose rates that blew up
 FOLDER = "NEUROCODER_RESULTS"  # the environment's name for the folder of results
 Row = dict[str, Any]
 
@@ -30,6 +32,20 @@ Row = dict[str, Any]
 def folder() -> Path:
     """Where results are, and what was tuned beside them."""
     return Path(os.environ.get(FOLDER, "results"))
+
+
+@contextmanager
+def at(results: Path) -> Iterator[None]:
+    """What was tuned beside these results counts, here and in processes that are started here."""
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(results)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FOLDER]
+        else:
+            os.environ[FOLDER] = before
 
 
 def best(experiment: str, setting: str, **place: Any) -> Any:
@@ -75,7 +91,14 @@ def _read(file: Path) -> list[Row]:
 
 @cache
 def _rows(file: Path, changed: int) -> list[Row]:
-    return read_json(file)
+    try:
+        rows = read_json(file)
+        whole = all({"experiment", "place", "lower"} <= row.keys() and row["tried"][0]["values"] for row in rows)
+    except (LabError, TypeError, KeyError, IndexError, AttributeError):
+        rows, whole = [], False
+    if not whole:
+        raise LabError(f"{file} is cut short, edited or from another version: remove it and tune again")
+    return rows
 
 
 def tune(
@@ -93,22 +116,19 @@ def tune(
         settings: grids that choose one of these; by default all.
         axes: the places to tune at, as values of axes; by default all.
     """
-    grids = [grid for grid in experiment.grids if not settings or grid.settings() & {*settings}]
+    if not experiment.grids:
+        raise LabError(f"{experiment.name} has nothing to tune")
+    wanted = [grid for grid in experiment.grids if not settings or grid.settings() & {*settings}]
+    grids = [narrowed for grid in wanted if (narrowed := _narrowed(grid, axes or {})) is not None]
     if not grids:
-        tunable = sorted(setting for grid in experiment.grids for setting in grid.settings())
-        raise LabError(f"{experiment.name} has nothing to tune" + (f" but {', '.join(tunable)}" if tunable else ""))
-    if seeds < FEWEST:
-        raise LabError(f"tuning takes at least {FEWEST} seeds, got {seeds}: fewer choose by chance")
-    os.environ[FOLDER] = str(results)
+        raise LabError(f"nothing to tune there: {'; '.join(map(_told, wanted))}")
+    if seeds < SEEDS:
+        raise LabError(f"tuning takes at least {SEEDS} seeds, got {seeds}: fewer choose by chance")
     make_folder(results)
     failed: dict[Config, str] = {}
     for grid in grids:
-        over = {
-            name: tuple(value for value in values if value in (axes or {}).get(name, values))
-            for name, values in grid.over.items()
-        }
-        grid = replace(grid, over=over)
-        rows = _try(experiment, grid, runs, seeds, workers, failed)
+        with at(results):
+            rows = _try(experiment, grid, runs, seeds, workers, failed)
         with waiting_for(results):
             places = [_place(row) for row in rows]
             others = [row for row in _read(results / "tuned.json") if _place(row) not in places]
@@ -117,6 +137,22 @@ def tune(
             _tell(row)
     if failed:
         raise LabError(f"{len(failed)} runs failed: what they tried is not chosen")
+
+
+def _narrowed(grid: Grid, axes: dict[str, tuple[Any, ...]]) -> Grid | None:
+    """The grid at those of its places that have these values on the axes; None if none has."""
+    for name, chosen_values in axes.items():
+        if name not in grid.over and grid.fixed.get(name) not in chosen_values:
+            return None
+    over = {
+        name: tuple(value for value in values if value in axes.get(name, values)) for name, values in grid.over.items()
+    }
+    return replace(grid, over=over) if all(over.values()) else None
+
+
+def _told(grid: Grid) -> str:
+    places = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in grid.over.items())
+    return f"{' and '.join(sorted(grid.settings()))} for {places}"
 
 
 def _try(
@@ -154,16 +190,14 @@ def _try(
     rows: list[Row] = []
     for place, values, some in tried:
         ended = [config for config in some if config not in failed and finished(experiment, config, runs) is not None]
-        if not ended:
-            continue
         if not rows or rows[-1]["place"] != place:
             about = {"metric": grid.metric, "lower": grid.lower, "last": grid.last, "across": grid.across}
             rows.append({"experiment": experiment.name, "place": place, **about, "commits": [], "tried": []})
         scores = [measured(config) for config in ended]
-        numbers = {"mean": round(mean(scores), 6), "std": round(deviation(scores), 6), "n": len(scores)}
-        rows[-1]["tried"].append({"values": values} | numbers)
+        numbers = {"mean": round(mean(scores), 6), "std": round(deviation(scores), 6)} if scores else {}
+        rows[-1]["tried"].append({"values": values, "n": len(scores)} | numbers)
         rows[-1]["commits"] = sorted({*rows[-1]["commits"], *map(commit, ended)})
-    return rows
+    return [row for row in rows if any(tried["n"] for tried in row["tried"])]
 
 
 def _combinations(values: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -176,7 +210,8 @@ def _tell(row: Row) -> None:
     best_of = chosen(row)
     print(f"{place}: {_values(best_of)}, {row['metric']} {best_of['mean']:.5g} ± {best_of['std']:.2g} ({best_of['n']})")
     for tried in row["tried"]:
-        print(f"    {_values(tried)}: {tried['mean']:.5g} ± {tried['std']:.2g} ({tried['n']})")
+        numbers = f"{tried['mean']:.5g} ± {tried['std']:.2g} ({tried['n']})" if tried["n"] else "failed"
+        print(f"    {_values(tried)}: {numbers}")
     for name in at_the_end(row):
         print(f"    {name}: the chosen value is at the end of its grid: a better one may lie beyond")
 

@@ -59,5 +59,6 @@ def test_a_smoke_run_learns(tmp_path, setting):
     config = Polynomial(budget="smoke", model="film", setting=setting)
     final = execute(polynomial.EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert final["test"] < 1.1 * final["target_variance"]
+    assert {*polynomial.EXPERIMENT.metrics} - {"boundary_ratio"} <= final.keys()  # that one is the Neurocoders'
     rows = (folder_of(polynomial.EXPERIMENT, config, tmp_path) / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 50

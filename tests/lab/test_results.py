@@ -76,18 +76,24 @@ def test_the_tree_is_dirty_where_code_is_changed_or_new(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "--quiet", "--message", "begin")
     monkeypatch.setattr(run, "__file__", str(package / "run.py"))
-    assert run.source()["dirty"] is False
+    source = run.source.__wrapped__
+    assert source()["dirty"] is False
     (tmp_path / "README.md").write_text("words are no code")
-    assert run.source()["dirty"] is False
+    assert source()["dirty"] is False
     (package / "new.py").write_text("")
-    assert run.source()["dirty"] is True
+    assert source()["dirty"] is True
+    monkeypatch.setattr(run, "__file__", str(package / "new.py"))
+    assert source() == {"commit": "unknown", "dirty": True}
+    monkeypatch.setattr(run, "__file__", str(tmp_path / "site-packages" / "neurocoder_lab" / "run.py"))
+    (tmp_path / "site-packages").mkdir()
+    assert source() == {"commit": "unknown", "dirty": False}
 
 
 def test_superseded_runs_are_taken_out_when_asked(tmp_path, capsys):
     results.merge(tmp_path, "polynomial", [made_up(model, seed) for model in ("linear", "film") for seed in range(3)])
     words = ["retract", "polynomial", "--results", str(tmp_path), "--model", "linear", "--seeds", "0", "2"]
     assert main(words) == 0
-    assert "2 runs would be taken out" in capsys.readouterr().out
+    assert "2 runs of 6 would be taken out" in capsys.readouterr().out
     assert len(results.load(tmp_path, "polynomial")) == 6
     assert main([*words, "--yes"]) == 0
     found = results.load(tmp_path, "polynomial")
@@ -111,6 +117,33 @@ def test_runs_made_again_with_other_settings_are_not_pooled(tmp_path, capsys):
     assert main(["retract", "polynomial", "--superseded", "--results", str(tmp_path), "--yes"]) == 0
     assert [run["config"].get("rate") for run in results.load(tmp_path, "polynomial")] == [0.5, 0.5]
     assert main(["claims", "--results", str(tmp_path)]) == 0
+
+
+def test_what_is_superseded():
+    def runs(rate, seeds, **more):
+        found = [made_up("linear", seed, **more) for seed in range(seeds)]
+        return [run | {"config": run["config"] | {"rate": rate}} for run in found]
+
+    def left(*made):
+        all_ = results.Runs(run for some in made for run in some)
+        gone = results.superseded(all_, ["model", "setting"])
+        return [(run["config"]["rate"], run["config"]["seed"]) for run in all_ if run not in gone]
+
+    assert left(runs(0.1, 3), runs(0.5, 1)) == [(0.5, 0)]  # fewer new seeds are not pooled with more old ones
+    assert left(runs(0.1, 2), runs(0.5, 2, dirty=True)) == [(0.1, 0), (0.1, 1)]
+    assert left(runs(0.1, 1, dirty=True), runs(0.5, 1)) == [(0.5, 0)]
+
+
+def test_settings_that_come_back_are_the_latest(tmp_path):
+    def publish(rate):
+        run = made_up("linear", 0)
+        results.merge(tmp_path, "polynomial", [run | {"config": run["config"] | {"rate": rate}}])
+
+    for rate in (0.1, 0.5, 0.1):
+        publish(rate)
+    found = results.load(tmp_path, "polynomial")
+    (old,) = results.superseded(found, ["model", "setting"])
+    assert old["config"]["rate"] == 0.5
 
 
 MERGE = """
@@ -166,6 +199,21 @@ def test_a_stopped_sweep_distils_what_is_finished(tmp_path):
     finally:
         begun.kill()
     assert 0 < len(results.load(tmp_path / "results", "polynomial", dirty_too=True)) < 30
+
+
+def test_a_retracted_run_is_run_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("neurocoder_lab.sweep._on_processes", in_this_process)
+    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    words = [*WORDS, "--model", "linear", "--seeds", "1", "--dirty", *places]
+    assert main(words) == 0
+    assert main(["retract", "polynomial", "--yes", *places]) == 0
+    assert "1 runs taken out" in capsys.readouterr().out
+    assert len([*(tmp_path / "runs" / "retracted").rglob("result.json")]) == 1
+    assert main(words) == 0
+    assert len(results.load(tmp_path / "results", "polynomial", dirty_too=True)) == 1
+    assert len([*(tmp_path / "runs").rglob("result.json")]) == 2
+    assert main(["retract", "polynomial", "--results", str(tmp_path / "nowhere")]) == 1
+    assert "holds no results of polynomial" in capsys.readouterr().err
 
 
 def test_a_results_file_that_is_cut_short_is_not_overwritten(tmp_path):

@@ -109,6 +109,7 @@ def test_split_cifar_runs_on_features(tmp_path):
     config = SplitCifar(budget="smoke", method="si", model="plain", rate=0.001, penalty=100.0)
     found = execute(split_cifar.EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert len(found["matrix"]) == 6
+    assert {*split_cifar.EXPERIMENT.metrics} <= found.keys()
     assert main(["run", "split-cifar", "--budget", "smoke", "--runs", str(tmp_path)]) == 0
     assert main(["sweep", "split-mnist", "--budget", "smoke", "--seeds", "1", "--model", "mlp", "--method", "adam",
                  "--runs", str(tmp_path), "--results", str(tmp_path), "--dirty"]) == 0  # fmt: skip
@@ -187,10 +188,10 @@ def test_the_two_forms_of_the_neurocoder():
         SplitMnist(sharpness=0.0)
 
 
-def test_the_authors_add_the_orthogonal_loss_twice_where_a_penalty_acts():
-    for method, wanted in (("adam", [1, 1]), ("oewc", [1, 2])):
+def test_the_authors_weights_of_the_orthogonal_loss():
+    for method, wanted in (("adam", [1, 1]), ("oewc", [1, 2]), ("si", [0, 1])):
         config = split_mnist.EXPERIMENT.resolve(
             SplitMnist(budget="smoke", model="neurocoder-authors", method=method, epochs=1)
         )
         learner = split_mnist.start(config)
-        assert [2 if learner.again(task) else 1 for task in (0, 1)] == wanted
+        assert [learner.weight(task) for task in (0, 1)] == wanted

@@ -36,8 +36,9 @@ def test_the_best_mean_over_seeds_and_last_evaluations_is_chosen(tmp_path, in_th
     with pytest.raises(LabError, match="3 runs failed"):
         tuning.tune(experiment, tmp_path / "runs", tmp_path / "results", seeds=3, workers=1)
     (found,) = json.loads((tmp_path / "results" / "tuned.json").read_text())
-    assert [tried["n"] for tried in found["tried"]] == [3, 3]  # a rate that blows up is not among them
-    assert tuning.best("polynomial", "rate", model="linear") == 0.01
+    assert [tried["n"] for tried in found["tried"]] == [3, 3, 0]  # a rate that blows up is told, and not chosen
+    with tuning.at(tmp_path / "results"):
+        assert tuning.best("polynomial", "rate", model="linear") == 0.01
     scores = []
     for seed in range(3):
         config = experiment.resolve(
@@ -49,7 +50,8 @@ def test_the_best_mean_over_seeds_and_last_evaluations_is_chosen(tmp_path, in_th
     assert found["tried"][1]["std"] == pytest.approx(deviation(scores), abs=1e-6)
     printed = capsys.readouterr()
     assert "linear: rate 0.01, validation" in printed.out
-    assert "rate: the chosen value is at the end of its grid" in printed.out
+    assert "rate 1e+30: failed" in printed.out
+    assert "at the end of its grid" not in printed.out
     assert "not finite" in printed.err
 
 
@@ -60,7 +62,8 @@ def test_several_settings_are_tried_together_across_an_axis(tmp_path, in_this_pr
     (found,) = json.loads((tmp_path / "tuned.json").read_text())
     assert len(found["tried"]) == 4
     assert {tried["n"] for tried in found["tried"]} == {6}
-    assert tuning.best("polynomial", "iterations", model="linear") in (5, 10)
+    with tuning.at(tmp_path):
+        assert tuning.best("polynomial", "iterations", model="linear") in (5, 10)
 
 
 def test_what_is_tuned_beside_the_results_comes_before_the_package(tmp_path, monkeypatch):
@@ -86,5 +89,13 @@ def test_lower_may_be_better_and_ends_are_told():
 def test_what_cannot_be_tuned_is_said(tmp_path, capsys):
     assert main(["tune", "split-mnist", "--seeds", "2", "--results", str(tmp_path)]) == 1
     assert "at least 3 seeds, got 2" in capsys.readouterr().err
+    assert (
+        main(["tune", "split-mnist", "--settings", "penalty", "--scenario", "class", "--results", str(tmp_path)]) == 1
+    )
+    assert "penalty for --scenario task domain --model mlp" in capsys.readouterr().err
+    for broken in ("[{", '{"format": 1}', '[{"experiment": "split-mnist"}]'):
+        (tmp_path / "tuned.json").write_text(broken)
+        with tuning.at(tmp_path), pytest.raises(LabError, match="remove it and tune again"):
+            tuning.known()
     with pytest.raises(LabError, match="nothing to tune"):
         tuning.tune(replace(polynomial.EXPERIMENT, grids=[]), tmp_path, tmp_path, seeds=3, workers=1)

@@ -96,7 +96,7 @@ class Learner(Task):
         epochs: passes over each task's training data.
         batch: rows a step; the last of an epoch may have fewer.
         extra: from a task to a loss that is added to that of its every batch, such as an orthogonal loss.
-        again: whether a task's batches have it added twice; the Fisher counts it once.
+        weight: from a task to the factor of `extra` in training; the Fisher counts it once.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Learner(Task):
         epochs: int,
         batch: int,
         extra: Callable[[int], Tensor] | None = None,
-        again: Callable[[int], bool] = lambda task: False,
+        weight: Callable[[int], float] = lambda task: 1.0,
     ):
-        self.stream, self.method, self.batch, self.extra, self.again = stream, method, batch, extra, again
+        self.stream, self.method, self.batch, self.extra, self.weight = stream, method, batch, extra, weight
         self.epoch_steps = [-(-len(y) // batch) for _, y in stream.train]
         self.ends = [*accumulate(steps * epochs for steps in self.epoch_steps)]
         super().__init__(model, optimiser, self.ends[-1], evaluate_every=max(self.ends[-1] // 50, 1))
@@ -141,7 +141,7 @@ class Learner(Task):
         x, y = self.share(x[rows], y[rows])
         loss = F.cross_entropy(self.stream.logits(self.network, x, task), y)
         self.optimiser.zero_grad()
-        whole = loss if self.extra is None else loss + (2 if self.again(task) else 1) * self.extra(task)
+        whole = loss if self.extra is None else loss + self.weight(task) * self.extra(task)
         self.accelerator.backward(whole)
         self.accelerator.unscale_gradients(self.optimiser)
         self.method.step(self.optimiser)

@@ -54,6 +54,9 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 PAPER = {"sharpness": 1.0, "orthogonal": 10.0}
 AUTHORS = {"sharpness": 1 / 5, "orthogonal": 1.0}  # their code's: 1/K, and a = 1
+# of the orthogonal loss in their code, in the first task and in later ones: a penalty, once there is one, brings it
+# along a second time, and SI has a step of its own that does without the first
+AUTHORS_WEIGHTS = {"l2": (1, 2), "ewc": (1, 2), "oewc": (1, 2), "si": (0, 1)}
 SHARPNESS = (1 / 5, 1.0, 3.0)
 ORTHOGONAL = (1.0, 10.0)
 # strengths of the penalties in the benchmark that the paper follows (Hsu et al. 2018)
@@ -149,10 +152,9 @@ def start(config: SplitMnist) -> Learner:
         optimiser = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
     method = make(config.method, model, config.penalty if config.method in GRID else None)
     extra = orthogonal(model, config.orthogonal) if config.orthogonal else None
-    # their methods with a penalty add the orthogonal loss a second time, from the second task on
-    twice = config.model == "neurocoder-authors" and config.method in GRID
+    weights = AUTHORS_WEIGHTS.get(config.method, (1, 1)) if config.model == "neurocoder-authors" else (1, 1)
     learner = Learner(
-        model, optimiser, stream, method, config.epochs, BATCH, extra, again=lambda task: twice and task > 0
+        model, optimiser, stream, method, config.epochs, BATCH, extra, weight=lambda task: weights[task > 0]
     )
     learner.fingerprint = digits.fingerprint
     return learner
