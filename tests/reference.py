@@ -14,8 +14,9 @@ BANKS = ("left", "right", "values")
 
 def linear(layer: nc.Linear, x: Tensor, control: Tensor | None = None) -> Tensor:
     """What `layer(x, control)` must give; a control row serves all rows of x that begin with its index."""
-    control = x if control is None else control
     rows = x.reshape(-1, layer.in_features)
+    if control is None:
+        control = torch.stack([layer.memory.left @ row for row in rows]) if reads(layer) else x
     programs = [program(layer, c)[0] for c in control.reshape(-1, layer.control_features)]
     share = len(rows) // max(len(programs), 1)
     outputs = [row @ programs[n // share] for n, row in enumerate(rows)]
@@ -25,15 +26,27 @@ def linear(layer: nc.Linear, x: Tensor, control: Tensor | None = None) -> Tensor
     return y if layer.base is None else y + layer.base(x)
 
 
+def reads(layer: nc.Linear | nc.Conv2d) -> bool:
+    """Whether the controller sees x M_U^T instead of x."""
+    return layer.controller_sees == "read"
+
+
 def conv2d(layer: nc.Conv2d, x: Tensor) -> Tensor:
     """One ordinary convolution an image, with that image's kernel."""
     outputs = []
     for image in x:
-        weight = program(layer, image.mean((1, 2)))[0].t().reshape(layer.out_channels, -1, *layer.kernel_size)
         padding, padded = layer.padding, image[None]
         if layer.padding_mode != "zeros":
             high, wide = layer.padding
             padded, padding = F.pad(padded, (wide, wide, high, high), mode=layer.padding_mode), 0
+        control = image.mean((1, 2))
+        if reads(layer):  # each left program is a kernel; its responses are averaged over positions and groups
+            kernels = [left.reshape(1, -1, *layer.kernel_size) for left in layer.memory.left]
+            window = (layer.stride, padding, layer.dilation)
+            parts = padded.chunk(layer.groups, 1)
+            control = torch.stack([sum(F.conv2d(part, k, None, *window).mean() for part in parts) for k in kernels])
+            control = control / layer.groups
+        weight = program(layer, control)[0].t().reshape(layer.out_channels, -1, *layer.kernel_size)
         outputs.append(F.conv2d(padded, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)[0])
     return torch.stack(outputs)
 

@@ -45,6 +45,7 @@ def options(draw) -> dict[str, Any]:
         "residual": draw(st.booleans()),
         "bias": draw(st.booleans()),
         "controller": controller,
+        "controller_sees": draw(st.sampled_from(["input", "read"])),
         "sharpness": draw(st.sampled_from([None, 0.5, 10.0, 50.0])),
         "rules": draw(st.one_of(st.none(), rules(steps, recurrent))),
         "dtype": torch.float64,

@@ -25,6 +25,7 @@ RECIPES = [
     {"slots": 5, "steps": 2, "least_used": 2, "compat": "authors"},
     {"slots": 5, "steps": 2, "controller": 7, "least_used": 1, "rules": nc.Rules(gate="state", free_keys=("left",))},
     {"slots": 5, "steps": 2, "base": "frozen"},
+    {"slots": 5, "steps": 2, "least_used": 2, "residual": True, "controller_sees": "read"},
 ]
 
 

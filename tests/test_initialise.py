@@ -12,14 +12,17 @@ SHAPES = [(1, 1), (1, 15), (2, 1), (5, 1), (5, 3)]  # steps, heads
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize(("steps", "heads"), SHAPES)
-@pytest.mark.parametrize("width", [8, 64, 1000, 4096])
-def test_a_fresh_layer(width, steps, heads, usage, residual):
+@pytest.mark.parametrize(
+    ("width", "sees"),
+    [(8, "input"), (64, "input"), (1000, "input"), (4096, "input"), (8, "read"), (64, "read"), (1000, "read")],
+)
+def test_a_fresh_layer(width, sees, steps, heads, usage, residual):
     for slots, key_dim in [(30, 5)] if width > 100 else [(2, 2), (5, 16), (30, 5), (100, 2)]:
         torch.manual_seed(width + slots)
         least_used = max(1, slots // 4) if usage else 0
         layer = nc.Linear(
             width, width, slots=slots, key_dim=key_dim, steps=steps, heads=heads, least_used=least_used,
-            residual=residual,
+            residual=residual, controller_sees=sees,
         )  # fmt: skip
         x = torch.randn(256, width)
         y = layer(x)
@@ -39,9 +42,16 @@ def test_convolution_has_the_variance_of_a_plain_one():
     torch.manual_seed(0)
     x = torch.randn(32, 8, 12, 12)
     for residual in (False, True):
-        layer = nc.Conv2d(8, 16, 3, slots=10, heads=5, residual=residual)
-        ratio = (layer(x).var() / nn.Conv2d(8, 16, 3)(x).var()).item()
-        assert 0.5 < ratio < 2
+        for sees in ("input", "read"):
+            layer = nc.Conv2d(8, 16, 3, slots=10, heads=5, residual=residual, controller_sees=sees)
+            ratio = (layer(x).var() / nn.Conv2d(8, 16, 3)(x).var()).item()
+            assert 0.5 < ratio < 2
+
+
+def test_a_reading_controller_is_small():
+    model = nn.Sequential(nn.Linear(768, 768))
+    nc.recode(model, "0", base="frozen", slots=16, heads=8, controller_sees="read")
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 30_567  # 120,807 with the full one
 
 
 def test_a_seed_decides_everything_and_probing_takes_no_random_numbers():

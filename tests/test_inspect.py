@@ -20,7 +20,9 @@ def layers(**options) -> list[tuple[nn.Module, torch.Tensor]]:
     return [(linear, torch.randn(7, 6).double()), (conv, torch.randn(7, 4, 8, 8).double())]
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": 2, "least_used": 2, "residual": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"controller_sees": "read"}, {"steps": 2, "least_used": 2, "residual": True}, {"bias": False}]
+)
 def test_a_frozen_program_is_a_plain_layer(options):
     for layer, x in layers(**options):
         with warnings.catch_warnings():
@@ -31,7 +33,7 @@ def test_a_frozen_program_is_a_plain_layer(options):
         assert not torch.allclose(plain(x[1:2]), layer(x[1:2]))
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": 2, "least_used": 2, "residual": True}])
+@pytest.mark.parametrize("options", [{}, {"controller_sees": "read"}, {"steps": 2, "least_used": 2, "residual": True}])
 def test_a_batch_freezes_to_its_mean_and_says_how_far_its_members_are(options):
     for layer, x in layers(**options):
         programs = layer.program(x)

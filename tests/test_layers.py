@@ -18,6 +18,8 @@ BAD_OPTIONS = [
     ({"controller": 0}, "controller must be"),
     ({"controller": "gru"}, "controller must be 'linear', 'lstm' or a number"),
     ({"control_features": 0}, "control_features must be at least 1"),
+    ({"controller_sees": "reads"}, "controller_sees must be 'input' or 'read', got 'reads'"),
+    ({"controller_sees": "read", "control_features": 3}, "control_features=3 at a control: give one of them"),
     ({"compat": "paper"}, "compat must be None or 'authors'"),
     ({"compat": "authors", "rules": nc.Rules()}, "give one of them"),
     ({"rules": nc.Rules(gate="state"), "steps": 2, "least_used": 1, "controller": "linear"}, "recurrent controller"),
@@ -105,6 +107,18 @@ def test_a_control_of_its_own_width_may_replace_x():
     assert not torch.allclose(layer(x, torch.randn(2, 6)), layer(x))
 
 
+def test_a_reading_controller_sees_nothing_but_the_read():
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=3, heads=2, controller_sees="read")
+    read = nn.functional.linear(x := torch.randn(2, 6), layer.memory.left)
+    torch.testing.assert_close(layer(x, read), layer(x))  # a control of its width may replace it
+    unread = torch.linalg.svd(layer.memory.left.detach())[2][-1]  # orthogonal to every left vector
+    torch.testing.assert_close(layer.program(x + unread), layer.program(x))
+    assert not torch.allclose(layer.program(x + layer.memory.left[0]), layer.program(x))
+    conv = nc.Conv2d(6, 5, 3, slots=4, controller_sees="read")
+    torch.testing.assert_close(conv(y := torch.randn(2, 6, 8, 8), conv._read(y)[1].mean((2, 3))), conv(y))
+
+
 def test_a_shared_memory_is_one_memory():
     first = nc.Linear(6, 5, slots=4, steps=2, least_used=2)
     before = first.memory.left.detach().clone()
@@ -149,4 +163,5 @@ def test_nothing_of_batch_times_in_times_out_is_formed():
 
 def test_the_repr_says_what_it_is():
     assert repr(nc.Linear(6, 5, slots=4)).startswith("Linear(\n  6, 5, slots=4, heads=1, steps=1")
+    assert "controller_sees=read" in repr(nc.Linear(6, 5, slots=4, controller_sees="read"))
     assert "kernel_size=(3, 3)" in repr(nc.Conv2d(6, 5, 3, slots=4))

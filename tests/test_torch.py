@@ -14,6 +14,7 @@ SETTINGS = {
     "one step": {"heads": 3},
     "several steps": {"steps": 3, "heads": 2, "least_used": 2},
     "residual": {"steps": 3, "heads": 2, "least_used": 2, "residual": True},
+    "reading": {"steps": 3, "heads": 2, "least_used": 2, "residual": True, "controller_sees": "read"},
     "authors": {"steps": 3, "heads": 2, "least_used": 2, "residual": True, "compat": "authors"},
 }
 

@@ -76,10 +76,15 @@ def add_nothing(layer: ProgramLayer) -> None:
 
 
 def _probe(layer: ProgramLayer) -> Composition:
-    """Programs for standard normal control, from a generator of their own: they take nothing from the global one."""
+    """Programs for standard normal control, from a generator of their own: they take nothing from the global one.
+
+    Where the controller sees what the memory reads, the input is standard normal; so is the read of orthonormal rows.
+    """
     generator = torch.Generator(layer.gain.device).manual_seed(0)
-    control = torch.randn(_PROBES, layer.control_features, generator=generator, device=layer.gain.device)
-    return layer.compose(control.to(layer.gain.dtype))
+    reads = layer.controller_sees == "read"
+    width = layer.memory.in_features if reads else layer.control_features
+    control = torch.randn(_PROBES, width, generator=generator, device=layer.gain.device).to(layer.gain.dtype)
+    return layer.compose(nn.functional.linear(control, layer.memory.left) if reads else control)
 
 
 def _alike(composition: Composition, memory: ProgramMemory) -> bool:

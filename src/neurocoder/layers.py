@@ -35,6 +35,8 @@ class Linear(ProgramLayer):
             with the root of key_dim; with compat="authors" 10 / key_dim, for one step 1 / key_dim.
         controller: "linear" (default for one step); "lstm" (default for several), with 3 * heads * key_dim + 1 units
             whose output is the queries; or a number of units of an LSTM whose state is mapped to the queries.
+        controller_sees: "input", or "read": then controller and gates look at x M_U^T, which is as wide as the memory
+            has slots. It takes fewer parameters and less time where slots are fewer than in_features.
         control_features: width of `control`, where the controller looks at something other than x.
         memory: a `ProgramMemory` to share with another layer of the same shape.
         compat: "authors" takes all the choices of the authors' published code.
@@ -59,6 +61,7 @@ class Linear(ProgramLayer):
         residual: bool = False,
         sharpness: float | None = None,
         controller: Literal["linear", "lstm"] | int | None = None,
+        controller_sees: Literal["input", "read"] = "input",
         control_features: int | None = None,
         memory: ProgramMemory | None = None,
         compat: Literal["authors"] | None = None,
@@ -81,6 +84,7 @@ class Linear(ProgramLayer):
             residual=residual,
             sharpness=sharpness,
             controller=controller,
+            controller_sees=controller_sees,
             memory=memory,
             compat=compat,
             rules=rules,
@@ -93,7 +97,7 @@ class Linear(ProgramLayer):
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         lead, x_YI, control_NC = self._arrange(x, control)
         if lead == x.shape[:-1] and self._calls is None:
-            part_YP, residual_Y = self._by_row(x_YI, None if control is None else control_NC)
+            part_YP, residual_Y = self._by_row(x_YI, control_NC)
         else:
             part_YP, residual_Y = self._by_group(x_YI, control_NC, lead)
         part_YP, right = (part_YP * self.gain).to(x_YI.dtype), self.memory.right
@@ -106,30 +110,40 @@ class Linear(ProgramLayer):
 
     def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Each row has its own program: the fast path. Before the right programs (Y, P), and the residual's scale."""
-        memory, own = self.memory, control_YC is None
-        signals = self._signals(x_YI if own else control_YC, memory.left if own else None, unrolled=False)
+        memory, read_PN = self.memory, None
+        if control_YC is None and self.controller_sees == "input":
+            signals = self._signals(x_YI, memory.left, unrolled=False)
+            read_PN = signals.read_PN
+        else:
+            read_PN = memory.left @ x_YI.t()
+            signals = self._signals(read_PN.t() if control_YC is None else control_YC, unrolled=False)
         dtype = signals.query.dtype
-        read_PN = (memory.left @ x_YI.t()).to(dtype) if signals.read_PN is None else signals.read_PN
         with functional.full_precision(x_YI):
             part_PN, sigma_RN = fused.compose_rows(
-                signals.query, signals.recurrent, memory.keys().to(dtype), signals.gate, read_PN,
+                signals.query, signals.recurrent, memory.keys().to(dtype), signals.gate, read_PN.to(dtype),
                 memory.values.to(dtype), self._setting, self.rules,
             )  # fmt: skip
             return part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
 
-    def _by_group(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def _by_group(self, x_YI: Tensor, control_NC: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Rows share programs, or somebody wants to see them."""
+        read_YP = F.linear(x_YI, self.memory.left)
+        if control_NC is None:
+            control_NC = read_YP if self.controller_sees == "read" else x_YI
         composition = self.compose(control_NC)
         self._note(composition, lead)
         core_NPP, groups = composition.core(), control_NC.shape[0]
-        read_NXP = F.linear(x_YI, self.memory.left).reshape(groups, -1 if groups else 0, self.slots)
+        read_NXP = read_YP.reshape(groups, -1 if groups else 0, self.slots)
         part_YP = torch.bmm(read_NXP, core_NPP.to(read_NXP.dtype)).flatten(0, 1)
         residual_N = composition.residual_N
         return part_YP, None if residual_N is None else residual_N[:, None].expand(read_NXP.shape[:2]).flatten()
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
-        return self.compose(self._arrange(x, control)[2])
+        _, x_YI, control_NC = self._arrange(x, control)
+        if control_NC is None:
+            control_NC = F.linear(x_YI, self.memory.left) if self.controller_sees == "read" else x_YI
+        return self.compose(control_NC)
 
     def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """The dense working program of each input, (..., in_features, out_features): y = x @ program + bias.
@@ -139,13 +153,13 @@ class Linear(ProgramLayer):
         lead = self._arrange(x, control)[0]
         return self._programs(self.composition(x, control)).reshape(*lead, self.in_features, self.out_features)
 
-    def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor]:
-        """The leading shape of the programs, the rows of x, and the rows of the control."""
+    def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
+        """The leading shape of the programs, the rows of x, and the rows of the control, where it is given."""
         self.check(x, -1, self.in_features)
         x_YI = x.reshape(-1, self.in_features)
         if control is None:
             self._needs_no_control()
-            return x.shape[:-1], x_YI, x_YI
+            return x.shape[:-1], x_YI, None
         self.check(control, -1, self.control_features, "control")
         lead = control.shape[:-1]
         if x.shape[: len(lead)] != lead or x.dim() - 1 < len(lead):
@@ -162,7 +176,8 @@ class Conv2d(ProgramLayer):
     """A convolution whose kernel is composed for each image, in three factors: a convolution with the left programs,
     a mix for each image, a 1x1 convolution with the right programs.
 
-    The controller sees the global average of the input channels, or `control` (B, control_features). A module in
+    The controller sees the global average of the input channels, with controller_sees="read" that of the left programs'
+    responses, or `control` (B, control_features). A module in
     `before` is applied to the input first: `recode` keeps there what a replaced layer did, such as padding of its own.
 
     Args:
@@ -192,6 +207,7 @@ class Conv2d(ProgramLayer):
         residual: bool = False,
         sharpness: float | None = None,
         controller: Literal["linear", "lstm"] | int | None = None,
+        controller_sees: Literal["input", "read"] = "input",
         control_features: int | None = None,
         memory: ProgramMemory | None = None,
         compat: Literal["authors"] | None = None,
@@ -227,6 +243,7 @@ class Conv2d(ProgramLayer):
             residual=residual,
             sharpness=sharpness,
             controller=controller,
+            controller_sees=controller_sees,
             memory=memory,
             compat=compat,
             rules=rules,
@@ -239,27 +256,36 @@ class Conv2d(ProgramLayer):
         self.before: nn.Module | None = None
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
-        composition = self.composition(x, control)
+        padded, read = self._read(x)
+        composition = self._composition(x, control, read)
         self._note(composition, x.shape[:-3])
-        if x.dim() == 3:
-            return self._convolve(x[None], composition)[0]
-        return self._convolve(x, composition)
+        y = self._convolve(padded, read, composition)
+        y = y if self.base is None else y + self.base(x)
+        return y[0] if x.dim() == 3 else y
 
-    def _convolve(self, x: Tensor, composition: Composition) -> Tensor:
-        padded, padding = x if self.before is None else self.before(x), self.padding
+    def _read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is convolved, and the left responses to it (B * groups, slots, height, width)."""
+        self.check(x, -3, self.in_channels)
+        padded = x[None] if x.dim() == 3 else x
+        padded = padded if self.before is None else self.before(padded)
         if self.padding_mode != "zeros":
-            padded, padding = F.pad(padded, self._sides, mode=self.padding_mode), 0
-        memory, groups = self.memory, self.groups
-        window = (self.stride, padding, self.dilation)
-        left = memory.left.unflatten(1, (self.in_channels // groups, *self.kernel_size))
-        read = F.conv2d(padded.unflatten(1, (groups, -1)).flatten(0, 1), left, None, *window)
+            padded = F.pad(padded, self._sides, mode=self.padding_mode)
+        left = self.memory.left.unflatten(1, (self.in_channels // self.groups, *self.kernel_size))
+        return padded, F.conv2d(padded.unflatten(1, (self.groups, -1)).flatten(0, 1), left, None, *self._window())
+
+    def _window(self) -> tuple:
+        """Stride, padding and dilation of what is padded already, unless with zeros."""
+        return self.stride, self.padding if self.padding_mode == "zeros" else 0, self.dilation
+
+    def _convolve(self, padded: Tensor, read: Tensor, composition: Composition) -> Tensor:
+        groups = self.groups
         core = (composition.core() * self.gain).to(read.dtype).transpose(1, 2).repeat_interleave(groups, 0)
         part = torch.bmm(core, read.flatten(2)).unflatten(2, read.shape[2:]).unflatten(0, (-1, groups)).flatten(1, 2)
-        y = F.conv2d(part, memory.right.t()[:, :, None, None], self.bias, groups=groups)
+        y = F.conv2d(part, self.memory.right.t()[:, :, None, None], self.bias, groups=groups)
         if self.residual is not None:
             scaled = padded * composition.residual_N.to(padded.dtype)[:, None, None, None]
-            y = y + F.conv2d(scaled, self.residual, None, *window, groups)
-        return y if self.base is None else y + self.base(x)
+            y = y + F.conv2d(scaled, self.residual, None, *self._window(), groups)
+        return y
 
     def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """The dense kernel of each image, (B, in_channels / groups * kernel height * width, out_channels).
@@ -270,10 +296,16 @@ class Conv2d(ProgramLayer):
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the images in factored form."""
+        reads = control is None and self.controller_sees == "read"
+        return self._composition(x, control, self._read(x)[1] if reads else None)
+
+    def _composition(self, x: Tensor, control: Tensor | None, read: Tensor | None) -> Composition:
         self.check(x, -3, self.in_channels)
         if control is None:
             self._needs_no_control()
             control = x.mean((-2, -1))
+            if self.controller_sees == "read":
+                control = read.unflatten(0, (-1, self.groups)).mean((1, 3, 4)).reshape(*x.shape[:-3], self.slots)
         self.check(control, -1, self.control_features, "control")
         if control.shape[:-1] != x.shape[:-3]:
             raise ValueError(f"control gives {tuple(control.shape[:-1])} programs for a batch of {tuple(x.shape[:-3])}")

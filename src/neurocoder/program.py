@@ -83,6 +83,7 @@ class ProgramLayer(Conditional):
         residual: bool,
         sharpness: float | None,
         controller: Literal["linear", "lstm"] | int | None,
+        controller_sees: Literal["input", "read"],
         memory: ProgramMemory | None,
         compat: Literal["authors"] | None,
         rules: Rules | None,
@@ -91,7 +92,9 @@ class ProgramLayer(Conditional):
     ):
         super().__init__()
         given, own = control  # the width asked for, and that of the input
-        self.controlled, control_features = given is not None, own if given is None else given
+        self.controller_sees, self.controlled = self._check_sight(controller_sees, given), given is not None
+        own = slots if controller_sees == "read" else own
+        control_features = own if given is None else given
         sizes = {"slots": slots, "heads": heads, "steps": steps, "key_dim": key_dim}
         for name, size in (sizes | {"control_features": control_features}).items():
             if type(size) is not int:
@@ -135,6 +138,17 @@ class ProgramLayer(Conditional):
         self.register_buffer("gain", torch.ones((), **factory))
         self.base = None
         initialise.layer(self, memory_too=memory is None)
+
+    @staticmethod
+    def _check_sight(controller_sees: str, control_features: int | None) -> str:
+        if controller_sees not in ("input", "read"):
+            raise ValueError(f"controller_sees must be 'input' or 'read', got {controller_sees!r}")
+        if controller_sees == "read" and control_features is not None:
+            raise ValueError(
+                "with controller_sees='read' the controller looks at what the memory reads of x, with "
+                f"control_features={control_features!r} at a control: give one of them"
+            )
+        return controller_sees
 
     def _build_controller(self, factory: dict) -> LinearController | LstmController:
         kind, shape = self.controller_kind, (self.control_features, self.steps, self.heads, self.key_dim)
@@ -186,12 +200,14 @@ class ProgramLayer(Conditional):
 
     def options(self) -> dict[str, Any]:
         names = ("slots", "heads", "steps", "key_dim", "least_used", "sharpness")
-        return {name: getattr(self, name) for name in names} | {
+        chosen = {name: getattr(self, name) for name in names} | {
             "residual": self.residual is not None,
             "controller": self.controller_kind,
             "rules": asdict(self.rules),
             "control_features": self.control_features if self.controlled else None,
         }
+        # Left out where it is the default: checkpoints from before there was a choice still fit.
+        return chosen if self.controller_sees == "input" else chosen | {"controller_sees": self.controller_sees}
 
     def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None, unrolled: bool = True) -> Signals:
         """Everything that is linear in the control in one product, then the queries (Eq. 9).
@@ -294,4 +310,5 @@ class ProgramLayer(Conditional):
         return (
             f"slots={self.slots}, heads={self.heads}, steps={self.steps}, key_dim={self.key_dim}, "
             f"least_used={self.least_used}, residual={self.residual is not None}, bias={self.bias is not None}"
+            f"{', controller_sees=read' if self.controller_sees == 'read' else ''}"
         )

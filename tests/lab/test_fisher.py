@@ -123,6 +123,8 @@ MODELS = {
     "experts, sparse": lambda: recoded(layer=nc.peers.MixtureOfExperts, experts=3, top_k=1),
     "plain": plain,
     "program": lambda: recoded(slots=4, heads=2, key_dim=3),
+    "program, reading": lambda: recoded(slots=4, heads=2, key_dim=3, controller_sees="read"),
+    "program, reading, residual": lambda: recoded(slots=4, heads=2, residual=True, controller_sees="read"),
     "program, authors": lambda: recoded(slots=4, heads=2, key_dim=3, compat="authors"),
     "program, free keys": lambda: recoded(slots=4, heads=2, rules=nc.Rules(free_keys=("left", "values"))),
     "program, several steps": lambda: recoded(slots=4, heads=2, key_dim=3, steps=2, least_used=1),
@@ -284,7 +286,10 @@ def test_a_blank_first_sample_hides_no_weight(norm):
     close(fisher(model, x), slow_fisher(model, x))
 
 
-@pytest.mark.parametrize("kind", ["plain", "program", "program, authors", "program, free keys", "stored programs"])
+CLOSED = ["plain", "program", "program, reading", "program, authors", "program, free keys", "stored programs"]
+
+
+@pytest.mark.parametrize("kind", CLOSED)
 def test_layers_with_a_closed_form_need_no_gradient_of_a_single_sample(kind, monkeypatch):
     monkeypatch.setattr(sys.modules["neurocoder_lab.continual.fisher"], "_sample_by_sample", None)
     fisher(MODELS[kind](), torch.randn(11, 6))

@@ -278,13 +278,15 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
     """A program layer without recurrence: products with the input, and keys that depend on the memories.
 
     A slot's vector m_p enters twice, as itself and by its key W m_p + b: its gradient is an outer product and a part of
-    rank K, a_p x + W^T d_p.
+    rank K, a_p x + W^T d_p. Where the controller sees the read, a_p has a part that came through the queries.
     """
-    memory, controller = layer.memory, layer.controller
+    memory, controller, reads = layer.memory, layer.controller, layer.controller_sees == "read"
+    read_NP = F.linear(x_NI, memory.left.detach())
+    seen_NC = read_NP if reads else x_NI
     leaves = [
-        F.linear(x_NI, controller.weight, controller.bias),
+        F.linear(seen_NC, controller.weight, controller.bias),
         memory.keys().expand(len(x_NI), -1, -1, -1),
-        F.linear(x_NI, memory.left),
+        read_NP,
         memory.values.expand(len(x_NI), -1),
     ]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
@@ -298,8 +300,10 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
 
     part_NP = vmap(compose)(*leaves) * layer.gain
     dq_NX, dk_NMPK, dread_NP, dvalues_NP = torch.autograd.grad(part_NP, leaves, g_NO @ memory.right.detach().t())
+    if reads:
+        dread_NP = dread_NP + dq_NX @ controller.weight.detach()
     found: Sums = {
-        controller.weight: _squares(dq_NX, x_NI),
+        controller.weight: _squares(dq_NX, seen_NC),
         controller.bias: dq_NX.square().sum(0),
     }
     if layer.bias is not None:
