@@ -28,10 +28,12 @@ def both(given, setting):
     """Outputs and gradients, by hand and plain."""
     leaves = [tensor for tensor in given if tensor is not None]
     signal, recurrent, key, gate, read, values = given
-    by_hand = fused.compose_rows(*given, setting, PAPER)
-    plain = fused._plain(signal, key, read, values, gate, recurrent, setting=setting)
+    sharp = functional.sharpen(key, setting.sharpness)
+    by_hand = fused.compose_rows(signal, recurrent, sharp, gate, read, values, setting, PAPER)
+    plain = fused._plain(signal, sharp, read, values, gate, recurrent, setting=setting)
     weights = [torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out) for out in plain]
-    return ([*out, *torch.autograd.grad(out, leaves, weights)] for out in (by_hand, plain))
+    grads = [torch.autograd.grad(out, leaves, weights, retain_graph=True) for out in (by_hand, plain)]
+    return ([*out, *grad] for out, grad in zip((by_hand, plain), grads, strict=True))
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -75,7 +77,7 @@ def test_a_batch_of_gradients_at_once():
 
 def test_unit_queries_of_length_zero_are_no_nan():
     query = torch.zeros(3, 2, 1, 1, requires_grad=True)
-    score = functional.score(query, torch.randn(3, 4, 2), 3.0)
+    score = functional.score(query, functional.sharpen(torch.randn(3, 4, 2), 3.0))
     assert not score.any()
     score.sum().backward()
     assert query.grad.isfinite().all()

@@ -1,6 +1,7 @@
 """Stored neural programs for PyTorch: layers that compose their weights anew for every input."""
 
 from neurocoder import functional, modular, peers
+from neurocoder.cached import cached
 from neurocoder.checkpoint import load, save
 from neurocoder.conditional import Attention, Choice, Mixture, Modulation
 from neurocoder.diagnosis import Diagnosis, diagnose
@@ -24,6 +25,7 @@ __all__ = [
     "ProgramMemory",
     "Rules",
     "Trace",
+    "cached",
     "diagnose",
     "freeze",
     "functional",

@@ -22,11 +22,11 @@ class LinearController(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, control_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
 
-    direct = False
+    direct, recurrent = True, None
 
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, None]:
         """From weight @ control + bias to the queries (M, K, R, N)."""
-        return signal_XN.unflatten(0, self.shape), None
+        return signal_XN.reshape(*self.shape, signal_XN.shape[1]), None
 
 
 class LstmController(nn.Module):
@@ -74,7 +74,7 @@ class LstmController(nn.Module):
 
     @property
     def direct(self) -> bool:
-        """Whether the queries are the states of an LSTM that starts at zero, and nothing else."""
+        """Whether the queries are the states of an LSTM that starts at zero: `fused.compose_rows` takes its signal."""
         return self.query is None and self.state is None and self.steps > 1
 
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,6 +82,9 @@ class Rules:
         )
 
 
+PAPER = Rules()
+
+
 def full_precision(x: Tensor) -> AbstractContextManager:
     """No autocast inside: attention is never computed in half precision."""
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
@@ -93,11 +96,15 @@ def autocasting(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def score(query_MKRN: Tensor, key_MPK: Tensor, sharpness: float) -> Tensor:
+def sharpen(key_MPK: Tensor, sharpness: float) -> Tensor:
+    """Keys of unit length times the sharpness: all that `score` needs of them, and the same for every input."""
+    return key_MPK * key_MPK.square().sum(2, keepdim=True).add(EPSILON).rsqrt().mul(sharpness)
+
+
+def score(query_MKRN: Tensor, sharp_MPK: Tensor) -> Tensor:
     """Sharpened cosine of every query with every key, the inside of Eq. 11: (M, P, R, N)."""
     query_MKRN = query_MKRN * query_MKRN.square().sum(1, keepdim=True).add(EPSILON).rsqrt()
-    key_MPK = key_MPK * key_MPK.square().sum(2, keepdim=True).add(EPSILON).rsqrt()
-    return torch.bmm(key_MPK * sharpness, query_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
+    return torch.bmm(sharp_MPK, query_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
 
 
 def attend(
@@ -161,17 +168,16 @@ def transform(read_PN: Tensor, left_PRN: Tensor, sigma_RN: Tensor, right_PRN: Te
 
 def compose_rows(
     query_MKRN: Tensor,
-    key_MPK: Tensor,
+    sharp_MPK: Tensor,
     gate: Tensor | None,
     read_PN: Tensor,
     values_P: Tensor,
     heads: int,
     least_used: int,
-    sharpness: float,
     rules: Rules,
 ) -> tuple[Tensor, Tensor]:
-    """From queries and keys to the transformed read (P, N) and the singular values (R, N), one program a row."""
-    left, right, values = attend(score(query_MKRN, key_MPK, sharpness), gate, heads, least_used, rules)
+    """From queries and sharp keys to the transformed read (P, N) and the singular values (R, N), one program a row."""
+    left, right, values = attend(score(query_MKRN, sharp_MPK), gate, heads, least_used, rules)
     sigma_RN = singular_values(values_P, values, rules.order)
     return transform(read_PN, left, sigma_RN, right), sigma_RN
 

@@ -7,12 +7,12 @@ derivatives go through the plain function.
 Facts of PyTorch on a CPU that shape the code: a comparison is several times faster into a float than into a bool
 (`out=`), a reduction runs over whole vectors if its dimension comes before the contiguous ones, and an operation on a
 few thousand numbers costs more to call than to carry out. So the recursion works on one contiguous block a step,
-slots first: (J, P, M, H, N), in the letters of `neurocoder.functional`.
+slots first: (J, P, M, H, N), in the letters of `neurocoder.functional`. Without usage there is no recursion, components
+need not know their steps, and it is (M, P, R, N).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
 from neurocoder import functional, fused_lstm
-from neurocoder.functional import Rules
+from neurocoder.cached import watched
+from neurocoder.functional import PAPER, Rules
 
-_PAPER = Rules()
 _RULES = ("first_step", "usage", "least_used", "content", "order")
 _ROUNDS = 8  # up to so many least-used slots, rounds of minima are faster than a selection
 _BLOCK = 65536  # numbers in one step's attention: what the cache holds several of
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 def compose_rows(
     signal: Tensor,
     recurrent: Tensor | None,
-    key_MPK: Tensor,
+    sharp_MPK: Tensor,
     gate: Tensor | None,
     read_PN: Tensor,
     values_P: Tensor,
@@ -51,76 +51,104 @@ def compose_rows(
 ) -> tuple[Tensor, Tensor]:
     """`functional.compose_rows`, by hand where the rules are the paper's; the compiler fuses the plain one itself.
 
-    The signal is the queries (M, K, R, N) or, with recurrent weights (4U, U), that of the LSTM whose states they are.
+    The signal is the queries, (M, K, R, N) or (M * K * R, N), or with recurrent weights (4U, U) that of the LSTM whose
+    states they are.
     """
-    if gate is None and recurrent is None and rules.order == "ascending" and not torch.compiler.is_compiling():
-        paper = replace(rules, order="descending")  # the same sum, with the components in the opposite order
-        part, sigma = compose_rows(signal.flip(2), None, key_MPK, None, read_PN, values_P, setting, paper)
+    compiling = torch.compiler.is_compiling()
+    if gate is None and recurrent is None and rules.order == "ascending" and not compiling:
+        # the same sum, with the components in the opposite order
+        query = signal.reshape(3, sharp_MPK.shape[2], setting.steps * setting.heads, -1 if signal.numel() else 0).flip(
+            2
+        )
+        part, sigma = compose_rows(query, None, sharp_MPK, None, read_PN, values_P, setting, PAPER)
         return part, sigma.flip(0)
-    matters = _RULES if gate is not None else ("order",)
-    by_hand = all(getattr(rules, name) == getattr(_PAPER, name) for name in matters)
-    if not by_hand or torch.compiler.is_compiling():
-        return _plain(signal, key_MPK, read_PN, values_P, gate, recurrent, setting=setting, rules=rules)
+    if compiling or not _as_in_the_paper(rules, gated=gate is not None):
+        return _plain(signal, sharp_MPK, read_PN, values_P, gate, recurrent, setting=setting, rules=rules)
+    # Without a derivative to take there is nothing to save. Under inference_mode, too, gradients are off.
+    run = _Compose.apply if torch.is_grad_enabled() or watched() else _Compose.forward
     block = max(_BLOCK // (3 * len(values_P) * setting.heads), 1)
     if gate is None or read_PN.shape[1] <= block:
-        return _Compose.apply(signal, recurrent, key_MPK, gate, read_PN, values_P, setting)[:2]
+        return run(signal, recurrent, sharp_MPK, gate, read_PN, values_P, setting)[:2]
     blocks = zip(*(t.split(block, -1) for t in (signal, gate, read_PN)), strict=True)
-    parts = [_Compose.apply(one, recurrent, key_MPK, gate, read, values_P, setting)[:2] for one, gate, read in blocks]
+    parts = [run(one, recurrent, sharp_MPK, gate, read, values_P, setting)[:2] for one, gate, read in blocks]
     part, sigma = (torch.cat(pieces, -1) for pieces in zip(*parts, strict=True))
     return part, sigma
 
 
-def _plain(signal, key, read, values, gate=None, recurrent=None, *, setting: Setting, rules: Rules = _PAPER):
-    query = signal
+def _as_in_the_paper(rules: Rules, gated: bool) -> bool:
+    """Whether the rules that matter here are the paper's."""
+    matter = _RULES if gated else ("order",)
+    return rules is PAPER or all(getattr(rules, name) == getattr(PAPER, name) for name in matter)
+
+
+def _plain(signal, sharp, read, values, gate=None, recurrent=None, *, setting: Setting, rules: Rules = PAPER):
     if recurrent is not None:
-        query = functional.queries(functional.lstm(signal, recurrent, setting.steps), key.shape[2], setting.heads)
-    options = (setting.heads, setting.least_used, setting.sharpness, rules)
-    return functional.compose_rows(query, key, gate, read, values, *options)
+        query = functional.queries(functional.lstm(signal, recurrent, setting.steps), sharp.shape[2], setting.heads)
+    else:
+        query = signal if signal.dim() == 4 else signal.unflatten(0, (3, sharp.shape[2], -1))
+    return functional.compose_rows(query, sharp, gate, read, values, setting.heads, setting.least_used, rules)
+
+
+def infer(signal_XN: Tensor, sharp_MPK: Tensor, read_PN: Tensor, values_P: Tensor, setting: Setting) -> Tensor:
+    """The transformed read (P, N) as `compose_rows` gives it for queries without gates, by the paper's rules: for rows
+    that nobody differentiates or maps."""
+    components, rows = setting.steps * setting.heads, read_PN.shape[1]
+    query_MKX = signal_XN.view(3, sharp_MPK.shape[2], components * rows)
+    content_MPRN = _normalise(_score(query_MKX, sharp_MPK, (components, rows), setting.sharpness)[0].exp_())
+    return _apply(*content_MPRN.unbind(0), read_PN, values_P)[0]
+
+
+def _score(query: Tensor, sharp: Tensor, shape: tuple[int, int], sharpness: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 11 before its exponential, (M, P, *shape), the queries of unit length, and what made them so."""
+    scale = query.square().sum(1, keepdim=True).add_(functional.EPSILON).rsqrt_()
+    unit = query * scale if query.is_contiguous() else torch.mul(query, scale, out=query.new_empty(query.shape))
+    score = torch.bmm(sharp, unit.flatten(2)).view(3, sharp.shape[1], *shape)
+    return score if sharpness <= _SAFE else score.sub_(score.amax(1, keepdim=True)), unit, scale
+
+
+def _normalise(content: Tensor) -> Tensor:
+    return content.div_(content.sum(1, keepdim=True))
+
+
+def _apply(left: Tensor, right: Tensor, weights: Tensor, read: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Part (P, N) and sigma (R, N) from attention (P, R, N) or, step by step, (J, P, H, N), and what lies between."""
+    work = left * read[:, None]
+    inner = work.sum(-3)
+    terms = torch.matmul(values, weights.flatten(-2)).view_as(inner)
+    sigma_RN = F.softplus(terms).flatten(0, -2).flip(0).cumsum(0).flip(0)
+    outer = inner * sigma_RN.view_as(inner)
+    return _over_steps(torch.mul(right, outer.unsqueeze(-3), out=work)).sum(1), sigma_RN, inner, terms
 
 
 class _Compose(torch.autograd.Function):
     """Part (P, N) and sigma (R, N), then what backward needs."""
 
     @staticmethod
-    def forward(signal, recurrent, key, gate, read, values, setting):
+    def forward(signal, recurrent, sharp, gate, read, values, setting):
         rows, (steps, heads, least_used, sharpness) = read.shape[1], setting
-        nothing = read.new_empty(0, rows)
         if recurrent is None:
-            query, remembered = signal.view(3, key.shape[2], steps, heads, rows), (nothing,) * 4
+            query, remembered = signal.reshape(3, sharp.shape[2], steps * heads * rows), (None,) * 4
         else:
             remembered = fused_lstm.forward(signal, recurrent, steps)
-            query = remembered[0][:, : 3 * key.shape[2] * heads].unflatten(1, (3, -1, heads)).permute(1, 2, 0, 3, 4)
-        unit_MKJHN, scale = _unit(query, 1)
-        sharp = _unit(key, 2)[0].mul_(sharpness)
-        score_MPX = torch.bmm(sharp, unit_MKJHN.flatten(2))
-        score_JPMHN = score_MPX.view(3, key.shape[1], steps, heads, rows).permute(2, 1, 0, 3, 4)
-        if sharpness > _SAFE:
-            score_JPMHN = score_JPMHN - score_JPMHN.amax(1, keepdim=True)
+            query = remembered[0][:, : 3 * sharp.shape[2] * heads].unflatten(1, (3, -1, heads)).permute(1, 2, 0, 3, 4)
+        score_MPRN, unit, scale = _score(query, sharp, (steps * heads, rows), sharpness)
         if gate is None:
-            content = score_JPMHN.exp_()
+            content, recursion = _normalise(score_MPRN.exp_()), (None,) * 5
+            attention = content.unbind(0)
         else:  # the recursion wants its steps in one piece each
-            content = torch.exp(score_JPMHN, out=score_MPX.new_empty(score_JPMHN.shape))
-        del score_MPX, score_JPMHN  # what is freed here is written next, while it is in the cache
-        content.div_(content.sum(1, keepdim=True))
-        if gate is None:
-            attention, recursion = content, (nothing,) * 5
-        else:
-            open_ = _by_step(gate, heads).sigmoid().contiguous()
-            attention, *recursion = _recur(content, open_, least_used)
-            recursion = (attention, open_, *recursion)
-        left_JPHN, right_JPHN, weights_JPHN = attention.unbind(2)
-        work_JPHN = left_JPHN * read[:, None]
-        inner_JHN = work_JPHN.sum(1)
-        terms_JHN = torch.matmul(values, weights_JPHN.flatten(2)).view_as(inner_JHN)
-        sigma_RN = F.softplus(terms_JHN).flatten(0, 1).flip(0).cumsum(0).flip(0)
-        outer_JHN = inner_JHN * sigma_RN.view_as(inner_JHN)
-        part_PN = torch.mul(right_JPHN, outer_JHN[:, None], out=work_JPHN).sum(0).sum(1)
-        return part_PN, sigma_RN, unit_MKJHN, scale, content, inner_JHN, terms_JHN, *recursion, *remembered
+            score_JPMHN = score_MPRN.unflatten(2, (steps, heads)).permute(2, 1, 0, 3, 4)
+            content = torch.exp(score_JPMHN, out=score_MPRN.new_empty(score_JPMHN.shape))
+            del score_MPRN, score_JPMHN  # what is freed here is written next, while it is in the cache
+            content, open_ = _normalise(content), _by_step(gate, heads).sigmoid().contiguous()
+            recursion = _recur(content, open_, least_used)
+            attention, recursion = recursion[0].unbind(2), (recursion[0], open_, *recursion[1:])
+        part_PN, sigma_RN, inner, terms = _apply(*attention, read, values)
+        return part_PN, sigma_RN, unit, scale, content, inner, terms, *recursion, *remembered
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, ctx.setting = inputs
-        ctx.mark_non_differentiable(*output[2:])
+        ctx.mark_non_differentiable(*(kept for kept in output[2:] if kept is not None))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.save_for_forward(*tensors)
@@ -128,7 +156,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         d_part, d_sigma = grads[:2]
-        signal, recurrent, key, gate, read, values, sigma, *kept = ctx.saved_tensors
+        signal, recurrent, sharp, gate, read, values, sigma, *kept = ctx.saved_tensors
         d_part = torch.zeros_like(read) if d_part is None else d_part
         d_sigma = torch.zeros_like(sigma) if d_sigma is None else d_sigma
         if torch.is_grad_enabled() or is_legacy_batchedtensor(d_part):  # to be differentiated in turn, or batched
@@ -136,10 +164,11 @@ class _Compose(torch.autograd.Function):
             found = dict(zip(order, torch.func.vjp(plain, *given)[1]((d_part, d_sigma)), strict=True))
             return *(found.get(place) for place in range(6)), None
         with functional.full_precision(d_part):
-            d_query, *found = _backward(d_part, d_sigma, key, gate, read, values, sigma, *kept[:10], ctx.setting)
+            d_query, *found = _backward(d_part, d_sigma, sharp, gate, read, values, sigma, *kept[:10])
             if recurrent is None:
                 return d_query.view_as(signal), None, *found, None
-            return *fused_lstm.backward(d_query, recurrent, *kept[10:]), *found, None
+            by_step = d_query.view(3, sharp.shape[2], ctx.setting.steps, ctx.setting.heads, -1)
+            return *fused_lstm.backward(by_step, recurrent, *kept[10:]), *found, None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -157,7 +186,7 @@ def _differentiable(ctx):
     """The plain function of the given tensors, those tensors, and their places among the arguments."""
     tensors = dict(enumerate(ctx.saved_tensors[:6]))
     order = [0, 2, 4, 5] + [place for place in (3, 1) if tensors[place] is not None]
-    names = {0: "signal", 2: "key", 4: "read", 5: "values", 3: "gate", 1: "recurrent"}
+    names = {0: "signal", 2: "sharp", 4: "read", 5: "values", 3: "gate", 1: "recurrent"}
 
     def plain(*given):
         return _plain(**{names[place]: tensor for place, tensor in zip(order, given, strict=True)}, setting=ctx.setting)
@@ -165,13 +194,13 @@ def _differentiable(ctx):
     return plain, [tensors[place] for place in order], order
 
 
-def _unit(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    scale = x.square().sum(dim, keepdim=True).add_(functional.EPSILON).rsqrt_()
-    return torch.mul(x, scale, out=x.new_empty(x.shape)), scale
+def _over_steps(x: Tensor) -> Tensor:
+    """The sum over steps, (J, P, H, N), where there are any."""
+    return x.sum(0) if x.dim() == 4 else x
 
 
-def _through_unit(d_unit: Tensor, unit: Tensor, scale: Tensor, dim: int) -> Tensor:
-    return d_unit.addcmul_(unit, (unit * d_unit).sum(dim, keepdim=True), value=-1).mul_(scale)
+def _through_unit(d_unit: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
+    return d_unit.addcmul_(unit, (unit * d_unit).sum(1, keepdim=True), value=-1).mul_(scale)
 
 
 def _by_step(gate_MPRN: Tensor, heads: int) -> Tensor:
@@ -181,25 +210,24 @@ def _by_step(gate_MPRN: Tensor, heads: int) -> Tensor:
 
 
 def _backward(
-    d_part, d_sigma, key, gate, read, values, sigma, unit, scale, content, inner, terms, attention, open_, usage, least,
-    top, setting,
+    d_part, d_sigma, sharp, gate, read, values, sigma, unit, scale, content, inner, terms, attention, open_, usage,
+    least, top,
 ):  # fmt: skip
-    """Gradients of query (M, K, J, H, N), key, gate, read and values."""
-    if gate is None:
-        attention = content
-    left, right, weights = attention.unbind(2)
+    """Gradients of query (M, K, ...), sharp keys, gate, read and values."""
+    bank = 0 if gate is None else 2  # the dimension of the three
+    left, right, weights = (content if gate is None else attention).unbind(bank)
     d_attention = torch.empty_like(content)
-    d_left, d_right, d_weights = d_attention.unbind(2)
+    d_left, d_right, d_weights = d_attention.unbind(bank)
     sigma = sigma.view_as(inner)
-    d_outer = torch.mul(right, d_part[:, None], out=d_right).sum(1)
-    torch.mul(d_part[:, None], (inner * sigma)[:, None], out=d_right)
+    d_outer = torch.mul(right, d_part[:, None], out=d_right).sum(-3)
+    torch.mul(d_part[:, None], (inner * sigma).unsqueeze(-3), out=d_right)
     d_inner = d_outer * sigma
-    d_read = torch.mul(left, d_inner[:, None], out=d_left).sum(0).sum(1)
-    torch.mul(read[:, None], d_inner[:, None], out=d_left)
-    d_terms = torch.addcmul(d_sigma.view_as(inner), d_outer, inner).flatten(0, 1).cumsum(0).view_as(inner)
+    d_read = _over_steps(torch.mul(left, d_inner.unsqueeze(-3), out=d_left)).sum(1)
+    torch.mul(read[:, None], d_inner.unsqueeze(-3), out=d_left)
+    d_terms = torch.addcmul(d_sigma.view_as(inner), d_outer, inner).flatten(0, -2).cumsum(0).view_as(inner)
     d_terms.mul_(terms.sigmoid())
-    d_values = torch.mul(weights, d_terms[:, None], out=d_weights).sum(0).sum((1, 2))
-    torch.mul(values[:, None, None], d_terms[:, None], out=d_weights)
+    d_values = _over_steps(torch.mul(weights, d_terms.unsqueeze(-3), out=d_weights)).sum((1, 2))
+    torch.mul(values[:, None, None], d_terms.unsqueeze(-3), out=d_weights)
 
     d_gate = None
     if gate is not None:
@@ -215,15 +243,14 @@ def _backward(
     d_attention.mul_(content)
     correction = d_attention.sum(1, keepdim=True)
     if gate is None:
-        d_score_MPJHN = d_attention.addcmul_(content, correction, value=-1).permute(2, 1, 0, 3, 4)
+        d_score = d_attention.addcmul_(content, correction, value=-1)
     else:
-        d_score_MPJHN = content.new_empty(3, key.shape[1], *unit.shape[2:])
-        torch.addcmul(d_attention, content, correction, value=-1, out=d_score_MPJHN.permute(2, 1, 0, 3, 4))
-    d_score_MPX = d_score_MPJHN.flatten(2)
-    sharp, key_scale = _unit(key, 2)
-    d_unit = torch.bmm(sharp.transpose(1, 2) * setting.sharpness, d_score_MPX).view_as(unit)
-    d_key = torch.bmm(d_score_MPX, unit.flatten(2).transpose(1, 2)).mul_(setting.sharpness)
-    return (_through_unit(d_unit, unit, scale, 1), _through_unit(d_key, sharp, key_scale, 2), d_gate, d_read, d_values)
+        d_score = content.new_empty(content.permute(2, 1, 0, 3, 4).shape)
+        torch.addcmul(d_attention, content, correction, value=-1, out=d_score.permute(2, 1, 0, 3, 4))
+    d_score_MPX = d_score.flatten(2)
+    d_unit = torch.bmm(sharp.transpose(1, 2), d_score_MPX).view_as(unit)
+    d_sharp = torch.bmm(d_score_MPX, unit.flatten(2).transpose(1, 2))
+    return _through_unit(d_unit, unit, scale), d_sharp, d_gate, d_read, d_values
 
 
 def _recur(content, open_, least_used):
@@ -295,13 +322,14 @@ def _fold(function: type[torch.autograd.Function], info, in_dims, args, shared):
             function.apply(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, mapped, strict=True)))
             for i in range(info.batch_size)
         ]
-        outputs = tuple(torch.stack(outs) for outs in zip(*calls, strict=True))
-        return outputs, (0,) * len(outputs)
+        outputs = tuple(None if outs[0] is None else torch.stack(outs) for outs in zip(*calls, strict=True))
+        return outputs, tuple(None if out is None else 0 for out in outputs)
     folded = []
     for place, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(arg, Tensor) and place not in shared:
             arg = arg.unsqueeze(0) if dim is None else arg.movedim(dim, 0)
             arg = arg.expand(info.batch_size, *arg.shape[1:]).movedim(0, -2).flatten(-2)
         folded.append(arg)
-    outputs = tuple(out.unflatten(-1, (info.batch_size, -1)) for out in function.apply(*folded))
-    return outputs, tuple(out.dim() - 2 for out in outputs)
+    outputs = function.apply(*folded)
+    outputs = tuple(None if out is None else out.unflatten(-1, (info.batch_size, -1)) for out in outputs)
+    return outputs, tuple(None if out is None else out.dim() - 2 for out in outputs)

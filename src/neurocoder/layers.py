@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder import functional, fused
+from neurocoder import functional, fused, lean
 from neurocoder.conditional import check_sizes
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
@@ -93,8 +93,11 @@ class Linear(ProgramLayer):
         )
         self.in_features, self.out_features = in_features, out_features
         self._setting = fused.Setting(steps, heads, least_used, self.sharpness)
+        self._lean = lean.simple(self)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+        if control is None and self._lean and lean.possible(self, x):
+            return lean.run(self, x)
         lead, x_YI, control_NC = self._arrange(x, control)
         if lead == x.shape[:-1] and self._calls is None:
             part_YP, residual_Y = self._by_row(x_YI, control_NC)
@@ -106,7 +109,7 @@ class Linear(ProgramLayer):
             y = torch.addmm(y, x_YI * residual_Y[:, None].to(x_YI.dtype), self.residual.t())
         if self.base is not None:
             y = y + self.base(x_YI)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Each row has its own program: the fast path. Before the right programs (Y, P), and the residual's scale."""
@@ -120,7 +123,7 @@ class Linear(ProgramLayer):
         dtype = signals.query.dtype
         with functional.full_precision(x_YI):
             part_PN, sigma_RN = fused.compose_rows(
-                signals.query, signals.recurrent, memory.keys().to(dtype), signals.gate, read_PN.to(dtype),
+                signals.query, signals.recurrent, self._sharp_keys(dtype), signals.gate, read_PN.to(dtype),
                 memory.values.to(dtype), self._setting, self.rules,
             )  # fmt: skip
             return part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
@@ -156,7 +159,7 @@ class Linear(ProgramLayer):
     def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
         """The leading shape of the programs, the rows of x, and the rows of the control, where it is given."""
         self.check(x, -1, self.in_features)
-        x_YI = x.reshape(-1, self.in_features)
+        x_YI = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if control is None:
             self._needs_no_control()
             return x.shape[:-1], x_YI, None

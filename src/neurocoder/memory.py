@@ -73,12 +73,12 @@ class ProgramMemory(nn.Module):
         return torch.stack([self._bank_keys(bank) for bank in BANKS])
 
     def _bank_keys(self, bank: str) -> Tensor:
-        free = getattr(self, f"{bank}_keys")
-        if free is not None:
-            return free
-        slots = getattr(self, bank)
-        weight, bias = getattr(self, f"{bank}_key_weight"), getattr(self, f"{bank}_key_bias")
-        return nn.functional.linear(slots[:, None] if bank == "values" else slots, weight, bias)
+        if bank in self.rules.free_keys:
+            return getattr(self, f"{bank}_keys")
+        slots, weight, bias = (getattr(self, f"{bank}{part}") for part in ("", "_key_weight", "_key_bias"))
+        if bank == "values":  # a map of one number
+            return torch.addcmul(bias, slots[:, None], weight[:, 0])
+        return nn.functional.linear(slots, weight, bias)
 
     def orthogonal_banks(self) -> tuple[Tensor, Tensor]:
         """What the orthogonal loss (Eq. 5) looks at: the left and the right bank, with key columns if there are any."""

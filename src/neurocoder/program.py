@@ -5,6 +5,7 @@ Shapes: see `neurocoder.functional`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from math import sqrt
 from typing import Any, Literal, NamedTuple
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder import functional, initialise
+from neurocoder.cached import Kept
 from neurocoder.conditional import Attention, Conditional
 from neurocoder.controller import LinearController, LstmController
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 
 _MANY = 16  # with so many rows a column, products of a transposed copy are twice as fast
+_FEW = 64  # up to so many rows, several products are faster than a copy of several maps into one
 
 
 def default_sharpness(key_dim: int, steps: int, compat: str | None) -> float:
@@ -66,6 +69,7 @@ class ProgramLayer(Conditional):
     bias: nn.Parameter | None
     gain: Tensor
     base: nn.Linear | nn.Conv2d | None
+    _kept: Kept | None = None
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class ProgramLayer(Conditional):
             sharpness = default_sharpness(key_dim, steps, compat)
         if not 0 < sharpness < float("inf"):
             raise ValueError(f"sharpness must be a positive number, got {sharpness}")
-        self.rules = Rules.authors(steps) if compat else rules or Rules()
+        self.rules = Rules.authors(steps) if compat else rules or functional.PAPER
         self.slots, self.heads, self.steps, self.key_dim = slots, heads, steps, key_dim
         self.least_used, self.sharpness, self.control_features = least_used, sharpness, control_features
         self.controller_kind = ("lstm" if steps > 1 else "linear") if controller is None else controller
@@ -136,6 +140,9 @@ class ProgramLayer(Conditional):
         self.register_parameter("integration_bias", parameter(1, when=own_gate))
         self.register_parameter("bias", parameter(program_out, when=bias))
         self.register_buffer("gain", torch.ones((), **factory))
+        self._gated = None if self.memory.gate_weight is None else self.rules.gate
+        self._state_opens = residual and not own_gate
+        self._state_matters = self._state_opens or self._gated == "state"
         self.base = None
         initialise.layer(self, memory_too=memory is None)
 
@@ -210,59 +217,85 @@ class ProgramLayer(Conditional):
         return chosen if self.controller_sees == "input" else chosen | {"controller_sees": self.controller_sees}
 
     def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None, unrolled: bool = True) -> Signals:
-        """Everything that is linear in the control in one product, then the queries (Eq. 9).
+        """Everything that is linear in the control, then the queries (Eq. 9).
 
-        A bank given as `read_PC` is multiplied along with the rest. Without `unrolled`, an LSTM whose states are the
-        queries and nothing else is left to the caller.
+        A bank given as `read_PC` is multiplied along with the rest. Without `unrolled`, a signal of the controller that
+        `fused.compose_rows` takes is left to it.
         """
-        memory, controller, own = self.memory, self.controller, self.memory.left
-        parts = {"query": (controller.weight, controller.bias)}
-        if read_PC is not None:
-            parts["read"] = (read_PC, own.new_zeros(self.slots))
-        if self._gated_by("input"):
-            parts["gate"] = (memory.gate_weight.flatten(0, 1), memory.gate_bias.flatten())
-        if self.integration_weight is not None:
-            parts["opening"] = (self.integration_weight, self.integration_bias)
-        weight, bias = (torch.cat(pieces) for pieces in zip(*parts.values(), strict=True))
-        control_CN = control_NC.t()
-        if not torch.compiler.is_compiling() and control_CN.shape[1] > _MANY * control_CN.shape[0]:
-            control_CN = control_CN.contiguous()
-        product_XN = torch.addmm(bias[:, None], weight, control_CN)
-        dtype = torch.promote_types(own.dtype, torch.float32)
+        controller = self.controller
+        dtype = torch.promote_types(self.memory.left.dtype, torch.float32)
+        signal = self._linear_in(control_NC, read_PC)
         with functional.full_precision(control_NC):
-            pieces = product_XN.to(dtype).split([len(weight) for weight, _ in parts.values()])
-            signal = dict(zip(parts, pieces, strict=True))
-            query, recurrent, state_UJN = signal["query"], None, None
-            needed = self._gated_by("state") or (self.residual is not None and self.integration_weight is None)
-            if unrolled or needed or not controller.direct:
+            signal = {name: p if p.dtype == dtype else p.to(dtype) for name, p in signal.items()}
+            query, recurrent, gate, opening_N = signal["query"], None, signal.get("gate"), None
+            if gate is not None:
+                gate = gate.unflatten(0, (3, self.slots, 1))
+            if "opening" in signal:
+                opening_N = signal["opening"][0]
+            if unrolled or self._state_matters or not controller.direct:
                 query, state_UJN = controller(query)
-            else:
+                gate = self._state_gate(state_UJN) if self._gated == "state" else gate
+                if self._state_opens:
+                    opening_N = state_UJN[-1, -1]
+            elif controller.recurrent is not None:
                 recurrent = controller.recurrent.to(dtype)
-            opening_N = signal["opening"][0] if "opening" in signal else None
-            if self.residual is not None and opening_N is None:
-                opening_N = state_UJN[-1, -1]
-            gate = signal["gate"].unflatten(0, (3, self.slots, 1)) if "gate" in signal else self._state_gate(state_UJN)
         return Signals(query, recurrent, gate, opening_N, signal.get("read"))
 
-    def _gated_by(self, what: str) -> bool:
-        return self.memory.gate_weight is not None and self.rules.gate == what
+    def _linear_in(self, control_NC: Tensor, read_PC: Tensor | None) -> dict[str, Tensor]:
+        """The products of the control with each map that looks at it, (..., N): one by one for few rows, where copying
+        the maps together costs more than it saves, else all in one."""
+        control_CN, rows = control_NC.t(), control_NC.shape[0]
+        if not torch.compiler.is_compiling() and rows <= _FEW:
+            return {
+                name: weight @ control_CN if bias is None else torch.addmm(bias[:, None], weight, control_CN)
+                for name, (weight, bias) in self._maps(read_PC).items()
+            }
+        if not torch.compiler.is_compiling() and rows > _MANY * control_CN.shape[0]:
+            control_CN = control_CN.contiguous()
+        name = "maps" if read_PC is None else "maps and read"
+        weight, bias, sizes = self._once(name, lambda: self._together(self._maps(read_PC)))
+        product_XN = torch.addmm(bias, weight, control_CN)
+        return dict(zip(sizes, product_XN.split([*sizes.values()]), strict=True))
 
-    def _state_gate(self, state_UJN: Tensor | None) -> Tensor | None:
+    def _maps(self, read_PC: Tensor | None) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Weight and bias of every map that looks at the control."""
+        maps: dict[str, tuple[Tensor, Tensor | None]] = {"query": (self.controller.weight, self.controller.bias)}
+        if read_PC is not None:
+            maps["read"] = (read_PC, None)
+        if self._gated == "input":
+            maps["gate"] = (self.memory.gate_weight.flatten(0, 1), self.memory.gate_bias.flatten())
+        if self.integration_weight is not None:
+            maps["opening"] = (self.integration_weight, self.integration_bias)
+        return maps
+
+    def _together(self, maps: dict[str, tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, dict[str, int]]:
+        weights = [weight for weight, _ in maps.values()]
+        biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in maps.values()]
+        sizes = {name: len(weight) for name, (weight, _) in maps.items()}
+        return torch.cat(weights), torch.cat(biases)[:, None], sizes
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """make(), or what it gave before, inside of `nc.cached`."""
+        return make() if self._kept is None else self._kept.get(name, make)
+
+    def _state_gate(self, state_UJN: Tensor) -> Tensor:
         """Gates before their sigmoid, (M, P, R, N), where the controller's state decides them."""
-        if not self._gated_by("state"):
-            return None
         memory, dtype = self.memory, state_UJN.dtype
         weight_XU = memory.gate_weight.to(dtype).reshape(-1, self.controller.units)
         gate_XJN = (weight_XU @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
         gate_MPRN = gate_XJN.unflatten(0, (3, self.slots, self.heads)).transpose(2, 3).flatten(2, 3)
         return gate_MPRN + memory.gate_bias.to(dtype)[:, :, None, None]
 
+    def _sharp_keys(self, dtype: torch.dtype) -> Tensor:
+        """Keys as `functional.score` takes them. Call it under full precision."""
+        return self._once("keys", lambda: functional.sharpen(self.memory.keys().to(dtype), self.sharpness))
+
     def compose(self, control_NC: Tensor) -> Composition:
         """Attend to the memory for each row of the control (Eq. 8 to 15)."""
         signals = self._signals(control_NC)
         dtype = signals.query.dtype
         with functional.full_precision(control_NC):
-            score_MPRN = functional.score(signals.query, self.memory.keys().to(dtype), self.sharpness)
+            score_MPRN = functional.score(signals.query, self._sharp_keys(dtype))
             left, right, values = functional.attend(score_MPRN, signals.gate, self.heads, self.least_used, self.rules)
             sigma_RN = functional.singular_values(self.memory.values.to(dtype), values, self.rules.order)
             return Composition(left, right, values, sigma_RN, self._residual_scale(signals.opening_N, sigma_RN))

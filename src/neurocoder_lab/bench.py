@@ -2,17 +2,19 @@
 
     neurocoder bench [--repeats 31] [--widths 512 1024 2048 4096] [--compiled] [--out FILE]
 
-One thread. A round times every contestant once, forward and backward, one after the other; the figure is the median
-of its times divided by the median of the dense layer's times in the same rounds. Peak memory is what PyTorch's
-allocator holds at most during a step (forward, backward, gradients), parameters included.
+One thread. A round times every contestant once, forward and backward (inference: forward, without gradients), one after
+the other; the figure is the median of its times divided by the median of the dense layer's times in the same rounds.
+Peak memory is what PyTorch's allocator holds at most during a step (forward, backward, gradients), parameters included.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "J=1,H=15": {"heads": 15},
     "J=5,H=3 + R": {"steps": 5, "heads": 3, "residual": True},
     "J=1,H=15 + R": {"heads": 15, "residual": True},
+    "J=5,H=3, reading": {"steps": 5, "heads": 3, "controller_sees": "read"},
+    "J=1,H=15, reading": {"heads": 15, "controller_sees": "read"},
 }
 OPTIONS = {"slots": 30, "key_dim": 5, "least_used": 5}
 
@@ -151,9 +155,36 @@ def peers(repeats: int, width: int = 1024, rows: int = 1024) -> dict[str, dict[s
     return found
 
 
+def inference(repeats: int) -> dict[str, dict[str, float]]:
+    """Latency of a small layer on few rows, where the number of operations counts; with `nc.cached`, too."""
+    found = {}
+    for rows in (1, 16, 64):
+        x, stack = torch.randn(rows, 512), ExitStack()
+        modules: dict[str, nn.Module] = {"dense": nn.Linear(512, 18)}
+        for name in ("J=1,H=15", "J=1,H=15, reading"):
+            modules |= {name: nc.Linear(512, 18, **OPTIONS, **SETTINGS[name])}
+            modules |= {f"{name}, cached": copy.deepcopy(modules[name])}
+            stack.enter_context(nc.cached(modules[f"{name}, cached"]))
+        with stack, torch.no_grad():
+            times = interleave({name: caller(module, x) for name, module in modules.items()}, 20 * repeats)
+        found[f"inference, Linear 512x18, {rows} rows"] = ratios(times)
+    return found
+
+
+def caller(module: nn.Module, x: Tensor) -> Callable[[], float]:
+    """A function that times one call."""
+
+    def call() -> float:
+        start = time.perf_counter()
+        module(x)
+        return time.perf_counter() - start
+
+    return call
+
+
 def ratios(times: dict[str, float]) -> dict[str, float]:
     dense = times.pop("dense")
-    return {"dense ms": round(dense, 2)} | {name: round(value / dense, 3) for name, value in times.items()}
+    return {"dense ms": round(dense, 3)} | {name: round(value / dense, 3) for name, value in times.items()}
 
 
 def memory(width: int) -> dict[str, dict[str, float]]:
@@ -187,6 +218,7 @@ def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -
         lambda: linear_layers(widths, repeats, compiled),
         lambda: convolutions(repeats),
         lambda: polynomial_head(repeats),
+        lambda: inference(repeats),
         lambda: memory(2048),
         lambda: peers(repeats),
     ):

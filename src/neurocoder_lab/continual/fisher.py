@@ -294,8 +294,9 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
     def compose(query_X: Tensor, key_MPK: Tensor, read_P: Tensor, values_P: Tensor) -> Tensor:
         query_MKRN, _ = controller(query_X[:, None])
         part_PN, _ = functional.compose_rows(
-            query_MKRN, key_MPK, None, read_P[:, None], values_P, layer.heads, 0, layer.sharpness, layer.rules
-        )
+            query_MKRN, functional.sharpen(key_MPK, layer.sharpness), None, read_P[:, None], values_P,
+            layer.heads, 0, layer.rules,
+        )  # fmt: skip
         return part_PN[:, 0]
 
     part_NP = vmap(compose)(*leaves) * layer.gain
