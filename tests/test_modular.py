@@ -151,7 +151,8 @@ def test_recode_trace_diagnose_a_convolutional_network(tmp_path):
     assert seen["3"].chosen.shape == (5, 2, 1)
     report = nc.diagnose(model, x)["3"]
     assert report.load.sum() == pytest.approx(1)
-    assert 0 < report.entropy_input <= report.entropy_batch <= 2 * torch.tensor(4.0).log() + 1e-6
+    assert 0 < report.entropy_input <= report.entropy_batch <= report.entropy_limit + 1e-6
+    assert report.entropy_limit == pytest.approx(2 * 1.3863, abs=1e-3)
     assert nc.modular.training.entropies(seen) == pytest.approx(
         [
             sum(getattr(d, name) for d in nc.diagnose(model, x).values()) / 2

@@ -156,20 +156,20 @@ class Reading(Record):
 class Conditional(nn.Module):
     """A layer whose computation depends on its input. Every layer of this library is one, and yours can be: `recode`,
     `trace`, `diagnose`, `auxiliary`, `controlled`, `save` and `load` know no more of a layer than what stands here.
+    docs/peers.md has an example.
 
     A subclass must define
-        `__init__`: takes what the plain layer takes (see `replaces`), by keyword, with its options after it:
+        `__init__`: takes what the plain layer takes (see `replaces`), by keyword, and its own options after it:
             `(in_features, out_features, bias=True, *, ..., device=None, dtype=None)`.
-        `options()`: those options as they are now, fit for JSON, so that `load` can build the layer anew.
-        `forward(x, control=None)`: of any leading shape if it stands for an `nn.Linear`. Where `self.watched`, it calls
-            `self.record` with a `Record`: `nc.Mixture` (weights of parts), `nc.Attention`, `nc.Choice`, `nc.Modulation`
-            or a kind of its own that defines `use()`.
+        `options()`: the own options as they are now, fit for JSON, so that `load` can build the layer anew.
+        `forward(x, control=None)`: where `self.watched`, it calls `self.record` with an `nc.Mixture` (weights of
+            parts), `nc.Choice`, `nc.Modulation`, or an `nc.Record` of its own that defines `use()`.
 
     It may define
-        `wants`, `auxiliary()`: losses to be added to the task's.
+        `wants` and `auxiliary()`: losses to be added to the task's, for `nc.auxiliary`.
         `adopt(base)`: for `recode(..., base="frozen")`.
-        `look_at`, `arrange` (called, not defined): an input of its own for what decides, `control`.
 
+    For a control it calls `look_at` in `__init__`, and `arrange` and `spread` in `forward` (a convolution: `given`).
     `nc.register` lets `save` and `load` know it.
 
     Class attributes:
@@ -177,7 +177,7 @@ class Conditional(nn.Module):
         replaces: the plain layer it stands for, `nn.Linear` or `nn.Conv2d`.
         convolution: the class that stands for a convolution where this one stands for a linear layer.
         store: the attribute, and option, that holds what several layers may share: a module. It may have an
-            `auxiliary()` of its own, which is asked once.
+            `auxiliary()` of its own, asked once however many share it.
         wants: the kinds of loss that the layer or its store wants added, each with the weight it has by default.
     """
 
@@ -257,9 +257,9 @@ class Conditional(nn.Module):
         return lead, x_YI, control.reshape(-1, self.control_features)
 
     @staticmethod
-    def spread(value_N: Tensor, rows: int) -> Tensor:
+    def spread(value_N: Tensor, x_YI: Tensor) -> Tensor:
         """From one place a row of the control to one a row of x, each the same number of times."""
-        count = value_N.shape[0]
+        count, rows = value_N.shape[0], x_YI.shape[0]  # len() would fix the size of an exported batch
         return value_N if count == rows else value_N.repeat_interleave(rows // max(1, count), 0)
 
     @classmethod

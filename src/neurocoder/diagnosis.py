@@ -33,6 +33,7 @@ class Diagnosis:
         usage: (parts,), mean share of each part in one input's use; (banks, parts) where there are banks.
         entropy: mean entropy of one input's use: low if it uses few parts; (banks,) where there are banks.
         entropy_batch: entropy of the mean use: low if all inputs use the same parts; (banks,) where there are banks.
+        entropy_limit: what both are at most: the logarithm of the number of parts.
         dead: indices of the parts with less than a tenth of an even share; where there are banks, by the bank's name.
     """
 
@@ -41,6 +42,7 @@ class Diagnosis:
     usage: Tensor
     entropy: Tensor | float
     entropy_batch: Tensor | float
+    entropy_limit: float
     dead: list[int] | dict[str, list[int]]
 
     @property
@@ -108,7 +110,7 @@ def _cells(found: Diagnosis) -> list[tuple[str, ...]]:
     for bank, (usage, entropy, entropy_batch, dead) in found.by_bank().items():
         most = " ".join(f"{i} ({usage[i]:.2f})" for i in usage.argsort(descending=True)[:3].tolist())
         named = " ".join(map(str, dead[:_NAMED])) + (" ..." if len(dead) > _NAMED else "")
-        numbers = (f"{entropy:.2f}", f"{entropy_batch:.2f}", f"{log(len(usage)):.2f}")
+        numbers = (f"{entropy:.2f}", f"{entropy_batch:.2f}", f"{found.entropy_limit:.2f}")
         told = f"{len(dead)}: {named}" if len(dead) else "0"
         lines.append((found.kind, bank, str(found.inputs), str(len(usage)), *numbers, most, told))
     return lines
@@ -225,7 +227,7 @@ def _common(record: Record, layer: Conditional) -> dict[str, Any]:
     usage = share.mean(1)
     dead = {bank: _below(row, DEAD / len(row)) for bank, row in zip(banks, usage, strict=True)}
     entropy, entropy_batch = _entropy(share).mean(1), _entropy(usage)
-    found = {"kind": layer.name(), "inputs": share.shape[1]}
+    found = {"kind": layer.name(), "inputs": share.shape[1], "entropy_limit": log(share.shape[2])}
     if isinstance(use, dict):
         return found | {"usage": usage, "entropy": entropy, "entropy_batch": entropy_batch, "dead": dead}
     numbers = {"entropy": entropy.item(), "entropy_batch": entropy_batch.item()}
@@ -254,8 +256,9 @@ def _mixture(record: Mixture, layer: Conditional) -> RoutingDiagnosis:
 
 @_diagnose.register
 def _choices(record: Choice, layer: Conditional) -> RoutingDiagnosis:
-    h_a, h_b = selection_entropy(record.probability)
-    return _routing(_common(record, layer) | {"entropy": h_a, "entropy_batch": h_b}, record.chosen)
+    common, (h_a, h_b) = _common(record, layer), selection_entropy(record.probability)
+    limit = record.probability.shape[1] * common["entropy_limit"]
+    return _routing(common | {"entropy": h_a, "entropy_batch": h_b, "entropy_limit": limit}, record.chosen)
 
 
 def _routing(common: dict[str, Any], used: Tensor) -> RoutingDiagnosis:
@@ -306,7 +309,7 @@ def selection_entropy(probability_NKM: Tensor) -> tuple[float, float]:
 
 
 def _entropy(share: Tensor) -> Tensor:
-    return -torch.xlogy(share, share).sum(-1)
+    return 0.0 - torch.xlogy(share, share).sum(-1)  # a minus sign would make -0 of nothing
 
 
 def _variation(amount: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class Linear(Modular):
         decided = self._choose(logits_NX.reshape(*lead, logits_NX.shape[-1]))
 
         def of_rows(value: Tensor) -> Tensor:
-            return self.spread(value.reshape(-1, *value.shape[-2:]), x_YI.shape[0])
+            return self.spread(value.reshape(-1, *value.shape[-2:]), x_YI)
 
         chosen_YKk, weights_YKk = (None if value is None else of_rows(value) for value in decided)
         return self._execute(x_YI, chosen_YKk, weights_YKk).reshape(*x.shape[:-1], self.out_features)

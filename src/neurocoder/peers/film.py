@@ -53,5 +53,5 @@ class FiLM(Modulated):
         scale_NO, shift_NO = made_N2O.tensor_split(2, -1)
         shape = (*lead, self.out_features)
         self.record(Modulation(scale_NO.reshape(shape), shift_NO.reshape(shape)))
-        scale_YO, shift_YO = self.spread(made_N2O, x_YI.shape[0]).tensor_split(2, -1)
+        scale_YO, shift_YO = self.spread(made_N2O, x_YI).tensor_split(2, -1)
         return scale_YO * self.linear(x_YI) + shift_YO

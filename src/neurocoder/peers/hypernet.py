@@ -52,4 +52,4 @@ class HyperLinear(Modulated):
     def rows(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> Tensor:
         scale_NI = self.generator(control_NC)
         self.record(Modulation(scale_NI.reshape(*lead, self.in_features), None))
-        return self.linear(x_YI * self.spread(scale_NI, x_YI.shape[0]))
+        return self.linear(x_YI * self.spread(scale_NI, x_YI))

@@ -99,7 +99,7 @@ class MixtureOfExperts(Peer):
             weight_NE = weight_Nk.new_zeros(len(control_NC), len(self.experts)).scatter(1, chosen_Nk, weight_Nk)
             chosen = chosen_Nk.reshape(*lead, self.top_k)
             self.record(Mixture(weight_NE.reshape(*lead, len(self.experts)), chosen))
-        chosen_Yk, weight_Yk = self.spread(chosen_Nk, x_YI.shape[0]), self.spread(weight_Nk, x_YI.shape[0])
+        chosen_Yk, weight_Yk = self.spread(chosen_Nk, x_YI), self.spread(weight_Nk, x_YI)
         made_YkO = dispatching.apply(self.experts, x_YI, chosen_Yk, self.dispatch)
         if self.top_k == 1:
             return made_YkO.squeeze(1) * weight_Yk.to(made_YkO.dtype)

@@ -68,7 +68,7 @@ class StoredProgramMemory(Peer):
     def rows(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> Tensor:
         weight_NP = self.attend(control_NC, self.key)
         self.record(Mixture(weight_NP.reshape(*lead, len(self.key)), None))
-        weight_YP = self.spread(weight_NP, x_YI.shape[0])
+        weight_YP = self.spread(weight_NP, x_YI)
         outputs = [program(x_YI) for program in self.programs]
         return reduce(torch.add, map(torch.mul, weight_YP.to(outputs[0].dtype).split(1, 1), outputs))
 
