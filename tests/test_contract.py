@@ -234,6 +234,7 @@ def test_auxiliary_is_the_sum_of_what_layers_want():
     nc.recode(model, "0", slots=4)
     nc.recode(model, "1", slots=4, memory=model[0].memory)  # counts once
     nc.recode(model, "2", layer=MixtureOfExperts, experts=3)
+    shake(model)  # fresh memories are orthogonal
     x = torch.randn(7, 6)
     torch.manual_seed(1)
     model(x)
@@ -245,7 +246,7 @@ def test_auxiliary_is_the_sum_of_what_layers_want():
         return nc.auxiliary(model, **weights)
 
     orthogonality = nc.orthogonality(model)
-    assert balance > 0
+    assert min(orthogonality, balance) > 0.1
     torch.testing.assert_close(auxiliary(), 0.1 * orthogonality + 0.1 * balance)
     torch.testing.assert_close(auxiliary(orthogonality=2.0, balance=0), 2 * orthogonality)
     torch.testing.assert_close(auxiliary(balance=3, sparsity=5.0), 0.1 * orthogonality + 3 * balance)
