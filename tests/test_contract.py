@@ -123,6 +123,11 @@ def test_what_cannot_be_registered():
     with pytest.raises(TypeError, match=r"Silent must define options\(\)"):
         nc.register(Silent)
 
+    with pytest.raises(TypeError, match=r"Odd\.replaces must be nn\.Linear or nn\.Conv2d, got .*GRU"):
+
+        class Odd(Gained):
+            replaces = nn.GRU
+
     class Narrow(Gained):
         def __init__(self, in_features, out_features, bias=True):
             super().__init__(in_features, out_features, bias)

@@ -270,7 +270,7 @@ def test_a_layer_says_once_that_an_ordinary_loss_never_trains_its_controller():
         modular.Linear(6, 4, modules=1)(x)
         layer = modular.Linear(6, 4, modules=3)
         layer.controller.requires_grad_(False)
-        layer(x)
+        layer(x.requires_grad_())
 
 
 def test_modules_of_a_pool_are_left_alone_whatever_their_name():

@@ -197,6 +197,8 @@ class Conditional(nn.Module):
         super().__init_subclass__(**arguments)
         if "home" not in vars(cls) and cls.__module__.split(".")[0] != __name__.split(".")[0]:
             cls.home = cls.__module__
+        if cls.replaces not in SHAPES:
+            raise TypeError(f"{cls.__name__}.replaces must be nn.Linear or nn.Conv2d, got {cls.replaces!r}")
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments, fit for JSON, that build this layer anew beside those of the layer it replaces."""
@@ -318,8 +320,6 @@ def register(what: Any) -> Any:
 def _register(kind: type[Conditional], name: str) -> type[Conditional]:
     if not (isinstance(kind, type) and issubclass(kind, Conditional)):
         raise TypeError(f"register takes a subclass of nc.Conditional, or a name for the class below it; got {kind!r}")
-    if kind.replaces not in SHAPES:
-        raise TypeError(f"{kind.__name__}.replaces must be nn.Linear or nn.Conv2d, got {kind.replaces!r}")
     takes = signature(kind).parameters
     missing = [word for word in (*SHAPES[kind.replaces], "bias", "device", "dtype") if word not in takes]
     if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):

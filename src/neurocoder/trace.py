@@ -93,7 +93,8 @@ def controlled(model: nn.Module, control: Tensor | Mapping[str, Tensor]) -> Iter
             model(x)
 
     For layers that sit deep in a network, whose owner cannot hand them `control=`. They must have been built with
-    `control_features`; a layer that is called with a control of its own looks at that.
+    `control_features`; a layer that is called with a control of its own looks at that. Where activations are
+    checkpointed, and so computed again in the backward, call that inside of the context too.
 
     Args:
         control: for all such layers of the model, or by name; a name may be a pattern, and the last that fits counts.

@@ -31,6 +31,7 @@ class Modular(Conditional):
     store = "pool"
     _route: Route | None = None
     _told = False  # that nothing trains the controller
+    controller: nn.Module
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Modular(Conditional):
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Modules (..., K, k) for logits (..., K * M), and their weights where they are mixed (Eq. 2)."""
-        self._tell(logits)
+        self._tell()
         with full_precision(logits):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             log_p = logits.unflatten(-1, (self.choices, len(self.pool))).log_softmax(-1)
@@ -89,11 +90,12 @@ class Modular(Conditional):
                 self.record(Choice(log_p.exp(), chosen))
         return chosen, weights
 
-    def _tell(self, logits: Tensor) -> None:
+    def _tell(self) -> None:
         """Warn, once, where a loss of the output would train the modules and never the controller."""
         if torch.compiler.is_compiling() or self._told or self._route is not None or self.watched or not self.training:
             return
-        if logits.requires_grad and torch.is_grad_enabled() and len(self.pool) > 1:
+        learns = any(parameter.requires_grad for parameter in self.controller.parameters())
+        if learns and torch.is_grad_enabled() and len(self.pool) > 1:
             self._told = True
             warnings.warn(
                 "a modular layer runs in training mode without one of its trainings: the loss of its output trains the "
