@@ -65,6 +65,7 @@ def routed() -> nn.Module:
         nc.peers.StoredProgramMemory(8, 8, programs=3),
         nc.peers.FiLM(8, 8),
         nc.peers.HyperLinear(8, 8),
+        nc.peers.LowRank(8, 8, rank=2),
         nc.modular.Linear(8, 3, modules=5, choices=2),
     ).double()
     nn.init.normal_(model[2].gate, std=1e6)  # beside which the noise of training, another in each process, is nothing

@@ -72,8 +72,9 @@ def test_a_diagnosis_of_a_layer_solved_by_hand():
     found = nc.diagnose(layer, torch.randn(5, 4))[""]
     assert found.inputs == 5
     torch.testing.assert_close(found.usage, torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 3))
-    assert found.dead.tolist() == [2, 2, 2]
-    torch.testing.assert_close(found.entropy_input, torch.zeros(3))
+    assert found.dead == {"left": [2, 3], "right": [2, 3], "values": [2, 3]}
+    torch.testing.assert_close(found.entropy, torch.zeros(3))
+    assert found.entropy_input is found.entropy
     torch.testing.assert_close(found.entropy_batch, torch.full((3,), 2.0).log())
     torch.testing.assert_close(found.imbalance, torch.ones(3))
     assert found.similarity == pytest.approx(0, abs=1e-6)

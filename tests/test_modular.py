@@ -1,5 +1,7 @@
 """Modular layers: against plain loops, with their gradients, and with bad input."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ import neurocoder as nc
 from neurocoder import modular
 from neurocoder.modular.route import Given, NoisyMixture, Sampled, routed
 from tests.strategies import shake
+
+pytestmark = pytest.mark.filterwarnings("ignore:a modular layer runs in training mode")
 
 
 def linear(**options) -> modular.Linear:
@@ -147,7 +151,8 @@ def test_recode_trace_diagnose_a_convolutional_network(tmp_path):
     assert seen["3"].chosen.shape == (5, 2, 1)
     report = nc.diagnose(model, x)["3"]
     assert report.load.sum() == pytest.approx(1)
-    assert 0 < report.entropy_input <= report.entropy_batch <= 2 * torch.tensor(4.0).log() + 1e-6
+    assert 0 < report.entropy_input <= report.entropy_batch <= report.entropy_limit + 1e-6
+    assert report.entropy_limit == pytest.approx(2 * 1.3863, abs=1e-3)
     assert nc.modular.training.entropies(seen) == pytest.approx(
         [
             sum(getattr(d, name) for d in nc.diagnose(model, x).values()) / 2
@@ -239,6 +244,35 @@ def test_autocast():
         assert modular.Conv2d(2, 4, 3, modules=3)(torch.randn(3, 2, 5, 5)).dtype == torch.bfloat16
 
 
+def test_a_layer_says_once_that_an_ordinary_loss_never_trains_its_controller():
+    torch._dynamo.reset()
+    x = torch.randn(4, 6)
+    for layer in (modular.Linear(6, 4, modules=3), modular.GRU(6, 4, modules=3).candidate):
+        looked_at = (x,) if layer.in_features == 6 else (torch.randn(4, 10), torch.randn(4, 10))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with torch.no_grad():
+                layer(*looked_at)
+            with nc.trace(layer):
+                layer(*looked_at)
+            with routed(layer, Sampled()):
+                layer(*looked_at)
+            layer.eval()(*looked_at)
+            torch.compile(layer.train(), fullgraph=True, backend="aot_eager")(*looked_at)
+        with pytest.warns(UserWarning, match="without one of its trainings.*never the controller"):
+            layer(*looked_at).sum().backward()
+        assert all(p.grad is None for p in layer.controller.parameters())  # as the warning says
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(*looked_at)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        modular.Linear(6, 4, modules=1)(x)
+        layer = modular.Linear(6, 4, modules=3)
+        layer.controller.requires_grad_(False)
+        layer(x.requires_grad_())
+
+
 def test_modules_of_a_pool_are_left_alone_whatever_their_name():
     layer = modular.Linear(6, 6, modules=3)
     model = nn.ModuleDict({"pool": layer.pool, "layer": layer, "last": nn.Linear(6, 2)})
@@ -251,12 +285,22 @@ def test_leading_shapes_control_and_single_images():
     torch.testing.assert_close(layer(x, control=control)[1, 2], layer(x[1, 2], control=control[1, 2]))
     images = torch.randn(4, 2, 5, 6).double()
     torch.testing.assert_close(conv()(images[0]), conv()(images)[0])
-    with pytest.raises(ValueError, match="call this layer with control="):
+    torch.testing.assert_close(layer(x, control[:, 0])[1, 2], layer(x[1, 2], control[1, 0]))  # one choice a sequence
+    guided, task = conv(control_features=3), torch.randn(4, 3).double()
+    torch.testing.assert_close(guided(images, task)[2], guided(images[2], task[2]))
+    assert not torch.allclose(guided(images, task), guided(images, -task))
+    with pytest.raises(ValueError, match="call it with control="):
         layer(x)
-    with pytest.raises(ValueError, match="give one row each"):
+    with pytest.raises(ValueError, match="must begin that of x"):
         layer(x, control=control[0])
-    with pytest.raises(ValueError, match="built without control_features"):
+    with pytest.raises(ValueError, match=r"expects control of shape \(\.\.\., 6\), got \(2, 3, 3\)"):
         linear()(x, control=control)
+    with pytest.raises(ValueError, match="give one row each"):
+        guided(images, task[:2])
+    with pytest.raises(ValueError, match="built without control_features"):
+        conv()(images, task)
+    with pytest.raises(ValueError, match="needs no input_size"):
+        conv(control_features=3, controller="linear", input_size=(5, 6))
 
 
 BAD = [

@@ -103,7 +103,7 @@ def test_all_experts_chosen_are_all_loaded():
     nn.init.constant_(layer.gate[0], 0.01)
     report = nc.diagnose(layer, torch.rand(8, 4))[""]
     assert report.load.tolist() == [0.5, 0.5]
-    assert report.dead == 0
+    assert report.dead == []
 
 
 def test_balance_evens_the_load():
@@ -112,7 +112,7 @@ def test_balance_evens_the_load():
     with torch.no_grad():
         layer.gate[0] += 1
     x = torch.rand(256, 6)
-    assert nc.diagnose(layer, x)[""].dead == 3
+    assert nc.diagnose(layer, x)[""].dead == [1, 2, 3]
     optimiser = torch.optim.Adam(layer.parameters(), lr=0.02)
     for _ in range(200):
         optimiser.zero_grad()
@@ -146,7 +146,7 @@ def test_a_diagnosis_of_a_mixture_solved_by_hand():
     report = nc.diagnose(layer, torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))[""]
     torch.testing.assert_close(report.importance, torch.tensor([2 / 3, 1 / 3, 0, 0]))
     torch.testing.assert_close(report.load, report.importance)
-    assert report.dead == 2
+    assert report.dead == [2, 3]
     assert report.entropy_input == 0
     assert report.entropy_batch == pytest.approx(0.6365, abs=1e-4)
     assert report.load_imbalance == pytest.approx(1.1055, abs=1e-4)  # sqrt(mean([2/3,1/3,0,0]^2) * 16 - 1)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from neurocoder.conditional import KINDS
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -21,6 +23,17 @@ def test_the_guide_to_continual_learning_runs(capsys):
     (block,) = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / "continual.md").read_text(), re.DOTALL)
     exec(compile(block, "continual.md", "exec"), {})
     assert "'forgetting'" in capsys.readouterr().out
+
+
+def test_the_guide_to_a_layer_of_your_own_runs(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / "peers.md").read_text(), re.DOTALL)
+    scope = {"__name__": "guide"}
+    try:
+        exec(compile(block, "peers.md", "exec"), scope)
+    finally:
+        KINDS.pop("guide.Mixed", None)
+    assert "guide.Mixed" in capsys.readouterr().out
+    assert scope["model"][0].gate.weight.grad.any()
 
 
 def test_every_file_of_the_library_is_in_the_layout():

@@ -3,29 +3,35 @@
 from neurocoder import functional, modular, peers
 from neurocoder.cached import cached
 from neurocoder.checkpoint import load, save
-from neurocoder.conditional import Attention, Choice, Mixture, Modulation
-from neurocoder.diagnosis import Diagnosis, diagnose
+from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation, Reading, Record, register
+from neurocoder.diagnosis import Diagnosis, Report, diagnose
 from neurocoder.functional import Rules
-from neurocoder.inspect import freeze, orthogonality
+from neurocoder.inspect import auxiliary, freeze, orthogonality
 from neurocoder.layers import Conv2d, Linear
 from neurocoder.memory import ProgramMemory
 from neurocoder.recode import recode
-from neurocoder.trace import Trace, trace
+from neurocoder.trace import Trace, controlled, trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attention",
     "Choice",
+    "Conditional",
     "Conv2d",
     "Diagnosis",
     "Linear",
     "Mixture",
     "Modulation",
     "ProgramMemory",
+    "Reading",
+    "Record",
+    "Report",
     "Rules",
     "Trace",
+    "auxiliary",
     "cached",
+    "controlled",
     "diagnose",
     "freeze",
     "functional",
@@ -34,6 +40,7 @@ __all__ = [
     "orthogonality",
     "peers",
     "recode",
+    "register",
     "save",
     "trace",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -14,23 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from neurocoder import layers, modular, peers
-from neurocoder.conditional import Conditional
+from neurocoder.conditional import KINDS, Conditional
+from neurocoder.program import ProgramLayer
 from neurocoder.recode import REPLACEABLE, build, freeze_bases, refusal, rules_from, swap
 from neurocoder.trace import conditional_layers, named_modules, unwrap
 
 FORMAT = 1
-KINDS: dict[str, type[Conditional]] = {
-    "Linear": layers.Linear,
-    "Conv2d": layers.Conv2d,
-    "peers.MixtureOfExperts": peers.MixtureOfExperts,
-    "peers.StoredProgramMemory": peers.StoredProgramMemory,
-    "peers.HyperLinear": peers.HyperLinear,
-    "peers.FiLM": peers.FiLM,
-    "modular.Linear": modular.Linear,
-    "modular.Conv2d": modular.Conv2d,
-}
-_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def save(model: nn.Module, file: str | os.PathLike) -> None:
@@ -71,7 +61,8 @@ def load(model: nn.Module, file: str | os.PathLike) -> nn.Module:
     replacements = _replacements(plain, header["layers"], file)
     undo = swap(plain, replacements)
     try:
-        if _recipe(plain) != header["layers"]:
+        mine, theirs = _recipe(plain), header["layers"]
+        if len(mine) != len(theirs) or not all(map(_same, mine, theirs)):
             raise ValueError(f"{file}: its layers share memories otherwise than those of this model")
         _fill(plain, tensors, header["aliases"], file)
     except BaseException:
@@ -89,7 +80,7 @@ def _replacements(model: nn.Module, entries: list[dict[str, Any]], file: Any) ->
     for entry in entries:
         name = entry["name"]
         old = modules.get(name)
-        if isinstance(old, Conditional) and _entry(name, old, {}) == entry | {"memory": None}:
+        if isinstance(old, Conditional) and _same(_entry(name, old, {}), entry | {"memory": None}):
             new = old
         elif isinstance(old, REPLACEABLE) and name:
             try:
@@ -125,15 +116,16 @@ def _recipe(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[str, Any]:
-    if type(layer) not in _NAMES:
+    known = [kind for kind, layers in KINDS.items() if layers is type(layer)]
+    if not known:
         raise TypeError(
-            f"{name} is a {type(layer).__name__}, a layer this library cannot rebuild from a file; "
-            f"it knows {', '.join(KINDS)}"
+            f"{name} is a {type(layer).__name__}, a layer this library cannot rebuild from a file: put @nc.register "
+            f"above its class; known are {', '.join(KINDS)}"
         )
     store = _store(layer)
     entry = {
         "name": name,
-        "layer": _NAMES[type(layer)],
+        "layer": known[-1],
         "options": layer.options(),
         "base": "replace" if getattr(layer, "base", None) is None else "frozen",
         "memory": None if store is None else shared.get(store),
@@ -141,10 +133,23 @@ def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[
     return json.loads(json.dumps(entry))
 
 
+def _same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether two entries are of equal layers. A file that is older than an option means its default."""
+    parameters, given = signature(KINDS[mine["layer"]]).parameters, theirs["options"]
+    late = [parameters[name] for name in mine["options"] if name not in given and name in parameters]
+    defaults = {option.name: option.default for option in late if option.default is not option.empty}
+    return mine == theirs | {"options": json.loads(json.dumps(defaults)) | given}
+
+
 def _rebuild(old: nn.Module, entry: dict[str, Any], memories: dict[str, nn.Module]) -> Conditional:
     if entry["layer"] not in KINDS:
-        raise ValueError(f"unknown layer {entry['layer']!r} in the recipe; this version knows {', '.join(KINDS)}")
-    kind, options = KINDS[entry["layer"]], rules_from(entry["options"])
+        raise ValueError(
+            f"unknown layer {entry['layer']!r} in the recipe; known are {', '.join(KINDS)}. If it is of another "
+            "package, import that first: nc.register lets load know its layers"
+        )
+    kind, options = KINDS[entry["layer"]], entry["options"]
+    if issubclass(kind, ProgramLayer):
+        options = rules_from(options)
     if entry["memory"] in memories and kind.store is not None:
         options = options | {kind.store: memories[entry["memory"]]}
     return build(old, kind, entry["base"], options)

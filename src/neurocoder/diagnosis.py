@@ -2,65 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import singledispatch
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neurocoder import functional
-from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation
+from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation, Record, combined, shares
 from neurocoder.program import ProgramLayer
 from neurocoder.trace import call, conditional_layers, evaluating, trace
 
 DEAD = 0.1  # a part with less than this share of an even share of the use counts as dead
 _JOINT = 2**16  # compositions of modules that are counted one by one
+_NAMED = 6  # dead parts that a table names
+_COLUMNS = ("layer", "class", "kind", "bank", "inputs", "parts", "entropy", "of batch", "at most", "most used", "dead")
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a diagnosis of any layer tells.
+    """What a diagnosis tells of every layer. Its parts are slots, experts, programs, modules, features or components;
+    some layers have several banks of them.
 
     Attributes:
-        inputs: programs composed, rows routed, or rows modulated.
+        kind: the class of the layer.
+        inputs: programs composed, rows routed, or rows modulated, in all calls of the layer.
+        usage: (parts,), mean share of each part in one input's use; (banks, parts) where there are banks.
+        entropy: mean entropy of one input's use: low if it uses few parts; (banks,) where there are banks.
+        entropy_batch: entropy of the mean use: low if all inputs use the same parts; (banks,) where there are banks.
+        entropy_limit: what both are at most: the logarithm of the number of parts.
+        dead: indices of the parts with less than a tenth of an even share; where there are banks, by the bank's name.
     """
 
+    kind: str
     inputs: int
+    usage: Tensor
+    entropy: Tensor | float
+    entropy_batch: Tensor | float
+    entropy_limit: float
+    dead: list[int] | dict[str, list[int]]
+
+    @property
+    def entropy_input(self) -> Tensor | float:
+        """The same as `entropy`."""
+        return self.entropy
 
     def __str__(self) -> str:
-        rows = [f"{self.inputs} inputs"]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if isinstance(value, float | int):
-                rows.append(f"{field.name}: {value:.3g}")
-            elif value.dim() == 1 and len(value) == 3 and isinstance(self, ProgramDiagnosis):
-                banks = zip(("left", "right", "values"), value.tolist(), strict=True)
-                rows.append(f"{field.name}: " + ", ".join(f"{bank} {v:.3g}" for bank, v in banks))
-            elif value.dim() == 1:
-                rows.append(f"{field.name}: " + " ".join(f"{v:.2f}" for v in value.tolist()))
-        return "\n  ".join(rows)
+        lines = [f"{self.inputs} inputs"]
+        for field in fields(self)[2:]:
+            told = _told(field.name, getattr(self, field.name), [*self.by_bank()])
+            lines += [f"{field.name}: {told}"] if told else []
+        return "\n  ".join(lines)
+
+    def by_bank(self) -> dict[str, tuple[Tensor, float, float, list[int]]]:
+        """Usage, entropy, entropy over the batch and dead parts of each bank; of the only one, with an empty name."""
+        if not isinstance(self.dead, dict):
+            return {"": (self.usage, float(self.entropy), float(self.entropy_batch), self.dead)}
+        numbers = (torch.as_tensor(value).tolist() for value in (self.entropy, self.entropy_batch))
+        return dict(zip(self.dead, zip(self.usage, *numbers, self.dead.values(), strict=True), strict=True))
+
+
+def _told(name: str, value: Any, banks: list[str]) -> str:
+    """A field in words; nothing where it is a table of its own."""
+    if name == "dead":
+        counts = [len(dead) for dead in (value.values() if isinstance(value, dict) else [value])]
+    elif isinstance(value, Tensor):
+        if value.dim() != 1:
+            return ""
+        if banks == [""]:
+            return " ".join(f"{v:.2f}" for v in value.tolist())
+        counts = value.tolist()
+    else:
+        counts = [value]
+    return ", ".join(
+        f"{bank} {v:.3g}".strip() for bank, v in zip(banks if len(counts) > 1 else [""], counts, strict=True)
+    )
+
+
+class Report(dict[str, Diagnosis]):
+    """The diagnoses of a model's layers by their names; it prints as one table.
+
+    Attributes:
+        by: with `by=labels`, a report of the inputs of each class.
+    """
+
+    def __init__(self, found: dict[str, Diagnosis], by: dict[Any, Report] | None = None):
+        super().__init__(found)
+        self.by = by or {}
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for name in self:
+            for label, report in ({"all" if self.by else "": self} | self.by).items():
+                rows += [(name, str(label), *cells) for cells in _cells(report[name])]
+        kept = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
+        table = [[row[i] for i in kept] for row in (_COLUMNS, *rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+
+def _cells(found: Diagnosis) -> list[tuple[str, ...]]:
+    """The lines of one layer in a table, all but its name and class."""
+    lines = []
+    for bank, (usage, entropy, entropy_batch, dead) in found.by_bank().items():
+        most = " ".join(f"{i} ({usage[i]:.2f})" for i in usage.argsort(descending=True)[:3].tolist())
+        named = " ".join(map(str, dead[:_NAMED])) + (" ..." if len(dead) > _NAMED else "")
+        numbers = (f"{entropy:.2f}", f"{entropy_batch:.2f}", f"{found.entropy_limit:.2f}")
+        told = f"{len(dead)}: {named}" if len(dead) else "0"
+        lines.append((found.kind, bank, str(found.inputs), str(len(usage)), *numbers, most, told))
+    return lines
 
 
 @dataclass(frozen=True)
 class ProgramDiagnosis(Diagnosis):
-    """How a program-memory layer used its memory; entropies are of attention normalised to 1.
+    """How a program-memory layer used its memory; entropies are of attention normalised to 1. The banks are left, right
+    and values: usage (3, slots) is the mean attention to each slot, entropy (3,) that of one component's attention.
 
     Attributes:
-        usage: (3, slots), mean attention to each slot of the left, right and value banks: their importance.
         load: (3, slots), share of the components that attend to the slot most.
-        entropy_input: (3,), mean entropy of one component's attention: low if it picks few slots.
-        entropy_batch: (3,), entropy of the mean attention: low if all inputs pick the same slots.
-        dead: (3,), slots with less than a tenth of an even share of the attention.
         imbalance: (3,), coefficient of variation of the usage over slots: 0 is an even use.
         similarity: mean cosine of the left vectors of one program's components; near 1 is program collapse.
         effective_rank: exp of the entropy of a composed program's normalised singular values, averaged.
     """
 
-    usage: Tensor
     load: Tensor
-    entropy_input: Tensor
-    entropy_batch: Tensor
-    dead: Tensor
     imbalance: Tensor
     similarity: float
     effective_rank: float
@@ -68,134 +136,156 @@ class ProgramDiagnosis(Diagnosis):
 
 @dataclass(frozen=True)
 class RoutingDiagnosis(Diagnosis):
-    """How a layer used its experts, stored programs or modules.
+    """How a layer used its experts, stored programs or modules. Usage is the mean weight of each, of modules the mean
+    probability; the entropies of modules are the paper's H_a and H_b, of the joint choice; dead goes by the load.
 
     Attributes:
-        importance: (parts,), mean weight of each; for modules their mean probability.
         load: (parts,), share of what was computed that each computed. Stored programs are all computed: there it is
             the share of inputs that weigh the program most.
-        entropy_input: mean entropy of one input's weights; for modules the paper's H_a, of the joint choice.
-        entropy_batch: entropy of the mean weights; for modules the paper's H_b.
-        dead: parts with less than a tenth of an even share of the load.
-        imbalance: coefficient of variation of the importance; 0 is even.
+        imbalance: coefficient of variation of the usage; 0 is even.
         load_imbalance: that of the load.
     """
 
-    importance: Tensor
     load: Tensor
-    entropy_input: float
-    entropy_batch: float
-    dead: int
     imbalance: float
     load_imbalance: float
+
+    @property
+    def importance(self) -> Tensor:
+        """The same as `usage`."""
+        return self.usage
 
 
 @dataclass(frozen=True)
 class ModulationDiagnosis(Diagnosis):
-    """How a HyperNet or FiLM modulated its features.
+    """How a HyperNet or FiLM modulated its features: usage is the share of each in the sum of the scales' sizes.
 
     Attributes:
+        dead: features whose scale is below a tenth for every input.
         scale: mean scale.
         adaptation: standard deviation of a feature's scale over the inputs, averaged over features; 0: none.
-        dead: features whose scale is below a tenth for every input.
         shift_adaptation: as `adaptation`, of the shifts; 0 for a HyperNet, which has none.
     """
 
     scale: float
     adaptation: float
-    dead: int
     shift_adaptation: float
 
 
 @torch.no_grad()
-def diagnose(model: nn.Module, batch: Any) -> dict[str, Diagnosis]:
+def diagnose(model: nn.Module, batch: Any, by: Tensor | Sequence | None = None) -> Report:
     """Run the model on a batch in evaluation mode and say how each conditional layer used what it stores.
 
-    A batch is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+    Args:
+        batch: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        by: a label for each input, (B,), or for each of its time steps, (B, T): `report.by[label]` then is a report of
+            the inputs of that class.
     """
     layers = dict(conditional_layers(model))
     if not layers:
         raise ValueError("the model has no conditional layer to diagnose; nc.recode puts one in")
     with evaluating(model), trace(model) as seen:
         call(model, batch)
-    return {name: _diagnose(layer, seen.calls(name)) for name, layer in layers.items() if seen.calls(name)}
+    calls = {name: seen.calls(name) for name in layers if seen.calls(name)}
+
+    def report(choose: Callable[[Record], Record]) -> Report:
+        joined = {name: combined([choose(c).rows() for c in found], torch.cat) for name, found in calls.items()}
+        return Report({name: _diagnose(record, layers[name]) for name, record in joined.items()})
+
+    whole = report(lambda record: record)
+    if by is None:
+        return whole
+    labels = torch.as_tensor(by)
+    for name, found in calls.items():
+        for record in found:
+            _check_labels(labels, name, record)
+    masks = {label: labels == label for label in labels.unique().tolist()}
+    return Report(whole, {label: report(lambda record, mask=mask: record.where(mask)) for label, mask in masks.items()})
 
 
-def _diagnose(layer: Conditional, calls: list) -> Diagnosis:
-    kind = type(calls[0])
-    find = {Attention: _programs, Mixture: _mixture, Choice: _choices, Modulation: _modulation}[kind]
-    return find(layer, calls)
+def _check_labels(labels: Tensor, name: str, record: Record) -> None:
+    shapes = [tuple(value.shape) for value in vars(record).values() if value is not None]
+    if not labels.dim() or any(shape[: labels.dim()] != tuple(labels.shape) for shape in shapes):
+        raise ValueError(
+            f"by must have one label for each input of every layer; it has the shape {tuple(labels.shape)}, and what "
+            f"{name!r} did {shapes[0]}"
+        )
 
 
-def _joined(calls: list, name: str, axes: int) -> Tensor:
-    """One field of all calls, the leading dimensions flattened into one."""
-    values = [getattr(call, name) for call in calls]
-    joined = torch.cat([value.reshape(-1, *value.shape[value.dim() - axes :]) for value in values])
-    if not len(joined):
+@singledispatch
+def _diagnose(record: Record, layer: Conditional) -> Diagnosis:
+    """What a record of rows says of any layer; the kinds of record that say more follow."""
+    return Diagnosis(**_common(record, layer))
+
+
+def _common(record: Record, layer: Conditional) -> dict[str, Any]:
+    use = record.use()
+    banks = use if isinstance(use, dict) else {"": use}
+    share = shares(torch.stack([*banks.values()]))  # (banks, inputs, parts)
+    if not share.shape[1]:
         raise ValueError("diagnose needs at least one input, got an empty batch")
-    return joined
+    usage = share.mean(1)
+    dead = {bank: _below(row, DEAD / len(row)) for bank, row in zip(banks, usage, strict=True)}
+    entropy, entropy_batch = _entropy(share).mean(1), _entropy(usage)
+    found = {"kind": layer.name(), "inputs": share.shape[1], "entropy_limit": log(share.shape[2])}
+    if isinstance(use, dict):
+        return found | {"usage": usage, "entropy": entropy, "entropy_batch": entropy_batch, "dead": dead}
+    numbers = {"entropy": entropy.item(), "entropy_batch": entropy_batch.item()}
+    return found | {"usage": usage[0], "dead": dead[""]} | numbers
 
 
-def _programs(layer: ProgramLayer, calls: list[Attention]) -> ProgramDiagnosis:
-    left, right, values = (_joined(calls, bank, 2) for bank in ("left", "right", "values"))
-    sigma = _joined(calls, "sigma", 1)
-    attention = torch.stack((left, right, values))  # (3, inputs, components, slots)
-    share = attention / attention.sum(-1, keepdim=True).clamp_min(1e-12)
-    usage = share.mean((1, 2))
-    load = nn.functional.one_hot(share.argmax(-1), layer.slots).to(share.dtype).mean((1, 2))
+@_diagnose.register
+def _programs(record: Attention, layer: ProgramLayer) -> ProgramDiagnosis:
+    attention = torch.stack((record.left, record.right, record.values))  # (3, inputs, components, slots)
+    share, common = shares(attention), _common(record, layer)
+    left = record.left
     return ProgramDiagnosis(
-        inputs=len(left),
-        usage=usage,
-        load=load,
-        entropy_input=_entropy(share).mean((1, 2)),
-        entropy_batch=_entropy(usage),
-        dead=(usage < DEAD / layer.slots).sum(-1),
-        imbalance=_variation(usage),
+        **common | {"entropy": _entropy(share).mean((1, 2))},
+        load=nn.functional.one_hot(share.argmax(-1), share.shape[-1]).to(share.dtype).mean((1, 2)),
+        imbalance=_variation(common["usage"]),
         similarity=functional.similarity(left @ layer.memory.left.to(left.dtype)).item(),
-        effective_rank=_effective_rank(layer, left, sigma, right),
+        effective_rank=_effective_rank(layer, left, record.sigma, record.right),
     )
 
 
-def _mixture(layer: Conditional, calls: list[Mixture]) -> RoutingDiagnosis:
-    weights = _joined(calls, "weights", 1)
-    importance = weights.mean(0)
-    used = weights.argmax(-1) if calls[0].chosen is None else _joined(calls, "chosen", 1).flatten()
-    count = torch.bincount(used, minlength=weights.shape[1]).to(weights.dtype)
-    entropy = _entropy(weights).mean().item(), _entropy(importance).item()
-    return _routing(len(weights), importance, count, entropy)
+@_diagnose.register
+def _mixture(record: Mixture, layer: Conditional) -> RoutingDiagnosis:
+    used = record.weights.argmax(-1) if record.chosen is None else record.chosen
+    return _routing(_common(record, layer), used)
 
 
-def _choices(layer: Conditional, calls: list[Choice]) -> RoutingDiagnosis:
-    probability = _joined(calls, "probability", 2)
-    chosen = _joined(calls, "chosen", 2)
-    count = torch.bincount(chosen.flatten(), minlength=probability.shape[-1]).to(probability.dtype)
-    return _routing(len(probability), probability.mean((0, 1)), count, selection_entropy(probability))
+@_diagnose.register
+def _choices(record: Choice, layer: Conditional) -> RoutingDiagnosis:
+    common, (h_a, h_b) = _common(record, layer), selection_entropy(record.probability)
+    limit = record.probability.shape[1] * common["entropy_limit"]
+    return _routing(common | {"entropy": h_a, "entropy_batch": h_b, "entropy_limit": limit}, record.chosen)
 
 
-def _routing(inputs: int, importance: Tensor, count: Tensor, entropy: tuple[float, float]) -> RoutingDiagnosis:
+def _routing(common: dict[str, Any], used: Tensor) -> RoutingDiagnosis:
+    usage = common["usage"]
+    count = torch.bincount(used.flatten(), minlength=len(usage)).to(usage.dtype)
     load = count / count.sum()
     return RoutingDiagnosis(
-        inputs=inputs,
-        importance=importance,
+        **common | {"dead": _below(load, DEAD / len(load))},
         load=load,
-        entropy_input=entropy[0],
-        entropy_batch=entropy[1],
-        dead=int((load < DEAD / len(load)).sum()),
-        imbalance=_variation(importance).item(),
+        imbalance=_variation(usage).item(),
         load_imbalance=_variation(load).item(),
     )
 
 
-def _modulation(layer: Conditional, calls: list[Modulation]) -> ModulationDiagnosis:
-    scale = _joined(calls, "scale", 1)
-    shifted = calls[0].shift is not None
+@_diagnose.register
+def _modulation(record: Modulation, layer: Conditional) -> ModulationDiagnosis:
+    scale, shift = record.scale, record.shift
     return ModulationDiagnosis(
-        inputs=len(scale),
+        **_common(record, layer) | {"dead": _below(scale.abs().amax(0), DEAD)},
         scale=scale.mean().item(),
         adaptation=scale.std(0, correction=0).mean().item(),
-        dead=int((scale.abs() < DEAD).all(0).sum()),
-        shift_adaptation=_joined(calls, "shift", 1).std(0, correction=0).mean().item() if shifted else 0.0,
+        shift_adaptation=0.0 if shift is None else shift.std(0, correction=0).mean().item(),
     )
+
+
+def _below(amount: Tensor, bar: float) -> list[int]:
+    return (amount < bar).nonzero().flatten().tolist()
 
 
 def selection_entropy(probability_NKM: Tensor) -> tuple[float, float]:
@@ -219,7 +309,7 @@ def selection_entropy(probability_NKM: Tensor) -> tuple[float, float]:
 
 
 def _entropy(share: Tensor) -> Tensor:
-    return -torch.xlogy(share, share).sum(-1)
+    return 0.0 - torch.xlogy(share, share).sum(-1)  # a minus sign would make -0 of nothing
 
 
 def _variation(amount: Tensor) -> Tensor:

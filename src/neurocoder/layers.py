@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder import functional, fused, lean
-from neurocoder.conditional import check_sizes
+from neurocoder.conditional import check_sizes, register
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.program import Composition, ProgramLayer
 
 
+@register("Linear")
 class Linear(ProgramLayer):
     """y_t = x_t W_t + b with W_t = sum_n sigma_tn u_tn v_tn^T [+ w^r_t sigma_tr R], composed for each x_t (Eq. 3, 15).
 
@@ -158,23 +159,15 @@ class Linear(ProgramLayer):
 
     def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
         """The leading shape of the programs, the rows of x, and the rows of the control, where it is given."""
-        self.check(x, -1, self.in_features)
-        x_YI = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        if control is None:
-            self._needs_no_control()
-            return x.shape[:-1], x_YI, None
-        self.check(control, -1, self.control_features, "control")
-        lead = control.shape[:-1]
-        if x.shape[: len(lead)] != lead or x.dim() - 1 < len(lead):
-            raise ValueError(
-                f"the leading shape of control, {tuple(lead)}, must begin that of x, {tuple(x.shape[:-1])}"
-            )
-        return lead, x_YI, control.reshape(-1, self.control_features)
+        control = self.given(control)
+        lead, x_YI, control_NC = self.arrange(x, control)
+        return lead, x_YI, None if control is None else control_NC
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"
 
 
+@register("Conv2d")
 class Conv2d(ProgramLayer):
     """A convolution whose kernel is composed for each image, in three factors: a convolution with the left programs,
     a mix for each image, a 1x1 convolution with the right programs.
@@ -299,13 +292,14 @@ class Conv2d(ProgramLayer):
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the images in factored form."""
+        control = self.given(control)
         reads = control is None and self.controller_sees == "read"
         return self._composition(x, control, self._read(x)[1] if reads else None)
 
     def _composition(self, x: Tensor, control: Tensor | None, read: Tensor | None) -> Composition:
         self.check(x, -3, self.in_channels)
+        control = self.given(control)
         if control is None:
-            self._needs_no_control()
             control = x.mean((-2, -1))
             if self.controller_sees == "read":
                 control = read.unflatten(0, (-1, self.groups)).mean((1, 3, 4)).reshape(*x.shape[:-3], self.slots)

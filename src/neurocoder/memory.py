@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from neurocoder.functional import BANKS, Rules
+from neurocoder.functional import BANKS, Rules, full_precision, orthogonality_loss
 
 
 class ProgramMemory(nn.Module):
@@ -85,6 +85,12 @@ class ProgramMemory(nn.Module):
         if self.left_columns is None or self.right_columns is None:
             return self.left, self.right
         return torch.cat((self.left, self.left_columns), 1), torch.cat((self.right, self.right_columns), 1)
+
+    def auxiliary(self) -> dict[str, Tensor]:
+        """What is to be added to the loss: the orthogonal loss of both banks (Eq. 5)."""
+        with full_precision(self.left):
+            left, right = (orthogonality_loss(bank) for bank in self.orthogonal_banks())
+            return {"orthogonality": left + right}
 
     def fits(self, other: ProgramMemory) -> bool:
         """Whether a layer that would build `other` can use this memory instead."""

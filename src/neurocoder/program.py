@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from math import sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from neurocoder import functional, initialise
 from neurocoder.cached import Kept
-from neurocoder.conditional import Attention, Conditional
+from neurocoder.conditional import Attention, Conditional, check_sizes
 from neurocoder.controller import LinearController, LstmController
 from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
@@ -63,6 +63,7 @@ class ProgramLayer(Conditional):
     argument means."""
 
     store = "memory"
+    wants: ClassVar = {"orthogonality": 0.1}
     residual: nn.Parameter | None
     integration_weight: nn.Parameter | None
     integration_bias: nn.Parameter | None
@@ -96,15 +97,9 @@ class ProgramLayer(Conditional):
     ):
         super().__init__()
         given, own = control  # the width asked for, and that of the input
-        self.controller_sees, self.controlled = self._check_sight(controller_sees, given), given is not None
-        own = slots if controller_sees == "read" else own
-        control_features = own if given is None else given
-        sizes = {"slots": slots, "heads": heads, "steps": steps, "key_dim": key_dim}
-        for name, size in (sizes | {"control_features": control_features}).items():
-            if type(size) is not int:
-                raise TypeError(f"{name} must be a whole number, got {size!r}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        self.controller_sees = self._check_sight(controller_sees, given)
+        check_sizes(slots=slots, heads=heads, steps=steps, key_dim=key_dim)
+        control_features = self.look_at(given, slots if controller_sees == "read" else own)
         if rules is not None and not isinstance(rules, Rules):
             raise TypeError(f"rules takes an nc.Rules, got {rules!r}; did you mean compat='authors'?")
         if memory is not None and not isinstance(memory, ProgramMemory):
@@ -207,14 +202,13 @@ class ProgramLayer(Conditional):
 
     def options(self) -> dict[str, Any]:
         names = ("slots", "heads", "steps", "key_dim", "least_used", "sharpness")
-        chosen = {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in names} | {
             "residual": self.residual is not None,
             "controller": self.controller_kind,
             "rules": asdict(self.rules),
-            "control_features": self.control_features if self.controlled else None,
+            "controller_sees": self.controller_sees,
+            **self.control_option(),
         }
-        # Left out where it is the default: checkpoints from before there was a choice still fit.
-        return chosen if self.controller_sees == "input" else chosen | {"controller_sees": self.controller_sees}
 
     def _signals(self, control_NC: Tensor, read_PC: Tensor | None = None, unrolled: bool = True) -> Signals:
         """Everything that is linear in the control, then the queries (Eq. 9).
@@ -314,7 +308,7 @@ class ProgramLayer(Conditional):
         left, right, values = (a.permute(2, 1, 0).reshape(*lead, *a.shape[1::-1]) for a in attention)
         sigma = sigma_RN.t().reshape(*lead, len(sigma_RN))
         residual = None if residual_N is None else residual_N.reshape(lead)
-        self._record(Attention(left, right, values, sigma, residual))
+        self.record(Attention(left, right, values, sigma, residual))
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
@@ -328,13 +322,6 @@ class ProgramLayer(Conditional):
         if composition.residual_N is not None:
             program_NIO = program_NIO + composition.residual_N[:, None, None] * self.residual.flatten(1).t()
         return program_NIO if self.base is None else program_NIO + self.base.weight.flatten(1).t()
-
-    def _needs_no_control(self) -> None:
-        if self.controlled:
-            raise ValueError(
-                f"this layer was built with control_features={self.control_features}: "
-                f"call it with control=, of shape (..., {self.control_features})"
-            )
 
     def own_dtype(self) -> torch.dtype:
         return self.memory.left.dtype

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from neurocoder.conditional import Conditional
+from neurocoder.conditional import SHAPES, Conditional
 from neurocoder.functional import Rules
 from neurocoder.layers import Conv2d, Linear
 from neurocoder.program import ProgramLayer, default_sharpness
@@ -42,10 +42,11 @@ def recode(
     Args:
         where: a glob pattern over module names ("classifier.*"; `*` crosses dots), several of them, or a predicate of
             name and module. `nn.Linear` and `nn.Conv2d` layers can be replaced.
-        layer: the class of the new layers: `nc.Linear`, one of `nc.peers` or `nc.modular.Linear`. With the first and
-            the last, a convolution becomes an `nc.Conv2d` or `nc.modular.Conv2d`.
+        layer: the class of the new layers: `nc.Linear`, one of `nc.peers`, `nc.modular.Linear` or an `nc.Conditional`
+            of your own. With `nc.Linear` and `nc.modular.Linear`, a convolution becomes the `Conv2d` beside it.
         base: "replace" starts afresh, whatever the old layer had learned; "frozen" keeps the trained layer, frozen, and
-            adds the composed program to its output: the network starts as exactly the one it was.
+            adds the composed program to its output, or modulates it (FiLM, HyperLinear), or adds a product of low rank
+            (LowRank): the network starts as exactly the one it was.
         options: for the constructor, e.g. slots=30. Bias, device and dtype are those of the layer replaced.
     """
     if not isinstance(model, nn.Module):
@@ -75,30 +76,24 @@ def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str
     if isinstance(old, nn.Conv2d) and layer.convolution is not None:
         layer = layer.convolution
     if not isinstance(old, layer.replaces):
-        raise TypeError(f"an nn.{type(old).__name__} cannot become an {layer.home}.{layer.__name__}")
-    if base == "frozen":
-        _frozen_options(layer, options)
+        raise TypeError(f"an nn.{type(old).__name__} cannot become an {layer.name()}")
+    if base == "frozen" and issubclass(layer, ProgramLayer):
+        _frozen_options(options)
     options |= {"device": old.weight.device, "dtype": old.weight.dtype}
     options["bias"] = old.bias is not None and base == "replace"  # a frozen base keeps its own
-    names = ("in_features", "out_features")
-    if isinstance(old, nn.Conv2d):
-        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
-        names = (*names, "padding_mode")
-    new = layer(**{name: getattr(old, name) for name in names}, **options)
+    new = layer(**{name: getattr(old, name) for name in SHAPES[layer.replaces]}, **options)
     if base == "frozen":
         new.adopt(old)
     before = _before(old)
     if isinstance(new, Conv2d):
         new.before = before
     elif before is not None:
-        raise TypeError(f"this convolution does more than one, see its forward; {layer.home}.Conv2d would not")
+        raise TypeError(f"this convolution does more than one, see its forward; {layer.name()} would not")
     return new.train(old.training)
 
 
-def _frozen_options(layer: type[Conditional], options: dict[str, Any]) -> None:
+def _frozen_options(options: dict[str, Any]) -> None:
     """M_V starts at zero, and keys made from equal slots would be equal for ever: let them be free."""
-    if not issubclass(layer, ProgramLayer):
-        raise TypeError(f"base='frozen' adds a composed program; {layer.__name__} does not compose one")
     memory, compat, rules = options.get("memory"), options.pop("compat", None), options.pop("rules", None)
     if memory is not None and memory.right.any():
         raise ValueError("base='frozen' starts with right vectors of zero; the given memory has others")

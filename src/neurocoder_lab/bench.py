@@ -13,6 +13,7 @@ import copy
 import gc
 import platform
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -126,7 +127,7 @@ def polynomial_head(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def peers(repeats: int, width: int = 1024, rows: int = 1024) -> dict[str, dict[str, float]]:
-    """The other conditional layers: those that send rows to parts on many rows, those that mix on a small batch."""
+    """The other layers: those that send rows to parts on many rows, those that mix on a small batch."""
     many, few = torch.randn(rows, width, requires_grad=True), torch.randn(BATCH, width, requires_grad=True)
     routed = {
         "MoE, 1 of 10": nc.peers.MixtureOfExperts(width, width, experts=10),
@@ -140,12 +141,14 @@ def peers(repeats: int, width: int = 1024, rows: int = 1024) -> dict[str, dict[s
         "HyperNet, 64 hidden": nc.peers.HyperLinear(width, width, layers=2),
         "FiLM": nc.peers.FiLM(width, width),
         "FiLM, 64 hidden": nc.peers.FiLM(width, width, layers=2),
+        "low rank, 30": nc.peers.LowRank(width, width, rank=30),
     }
     found = {}
     for x, modules in ((many, routed), (few, mixed)):
         steps = {"dense": stepper(nn.Linear(width, width), x)}
         steps |= {name: stepper(module, x) for name, module in modules.items()}
-        found[f"peers, {width}x{width}, {len(x)} rows"] = ratios(interleave(steps, repeats))
+        with warnings.catch_warnings(action="ignore"):  # that a modular layer has none of its trainings: only timed
+            found[f"peers, {width}x{width}, {len(x)} rows"] = ratios(interleave(steps, repeats))
     wide = peak_bytes(nn.Linear(width, 10 * width), few)
     used = peak_bytes(mixed["NSM, 10 programs"], few)
     found["peak memory of NSM, 10 programs, over a dense layer of 10 times the outputs"] = {

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -344,13 +346,26 @@ def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
     return experiments.get(words[places[0]]), words[: places[0]] + words[places[0] + 1 :]
 
 
+def _command(commands: dict[str, Callable[..., Any]], prog: str, description: str, args: list[str]) -> None:
+    """Run the command that is asked for."""
+    if args == ["--version"]:
+        from neurocoder import __version__
+
+        print(prog, __version__)
+        return
+    if args and not args[0].startswith("-") and args[0] not in commands:
+        near = get_close_matches(args[0], commands, n=1, cutoff=0.0)
+        raise LabError(f"no command is called {args[0]!r}; did you mean {near[0]}? All: {', '.join(commands)}")
+    tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=description, args=args)
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     inner = {"run": run, "sweep": sweep, "retract": retract, "tune": tune}
     try:
         if arguments and arguments[0] in inner and arguments[1:] not in (["-h"], ["--help"]):
             return inner[arguments[0]](*_named(arguments[0], arguments[1:]))
-        tyro.extras.subcommand_cli_from_dict(
+        _command(
             {
                 "list": list_experiments,
                 "run": run_usage,

@@ -68,6 +68,10 @@ def cache() -> Path:
 
 def _local(name: str, split: str) -> Path | None:
     folder = os.environ.get(VARIABLE)
+    if folder and not Path(folder).is_dir():
+        raise LabError(
+            f"{VARIABLE} is set to {folder}, which is no folder: set it to one that holds {name}/, or unset it"
+        )
     file = Path(folder) / name / f"{split}.parquet" if folder else None
     return file if file is not None and file.is_file() else None
 
@@ -87,9 +91,10 @@ def _decode(name: str, split: str, source: Path | None) -> tuple[Tensor, Tensor]
         if source is not None:
             told = f"is it whole, and can {cache().parent} be written to?"
             raise LabError(f"{source} cannot be read ({error}): {told}") from None
+        now = f", as {os.environ[VARIABLE]} does not" if os.environ.get(VARIABLE) else ""
         raise LabError(
             f"{name} is neither here nor to be had ({type(error).__name__}): fetch huggingface.co/datasets/{HUB[name]} "
-            f"and set {VARIABLE} to a folder that holds {name}/{split}.parquet"
+            f"and set {VARIABLE} to a folder that holds {name}/{split}.parquet{now}"
         ) from None
     columns = table.with_format("torch")[:]
     x = columns[image]

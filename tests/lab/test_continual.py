@@ -253,6 +253,7 @@ def test_methods_refuse_what_makes_no_sense():
         make("ewc", plain())
     with pytest.raises(ValueError, match="has no strength"):
         make("adam", plain(), 3.0)
+    assert type(make("adam", plain(), 0)) is type(make("adam", plain())) is continual.Method
     with pytest.raises(ValueError, match="no parameter that is trained"):
         EWC(plain().requires_grad_(False), 1.0)
     with pytest.raises(ValueError, match="one of adam, adagrad"):

@@ -60,6 +60,13 @@ def test_a_file_that_cannot_be_read_is_named(folder):
         data.images("mnist")
 
 
+def test_a_folder_that_is_not_there_is_named_at_once(folder, monkeypatch):
+    monkeypatch.setattr(data, "_decode", lambda *args: pytest.fail("went to the hub"))
+    monkeypatch.setenv("NEUROCODER_DATA", str(folder / "absent"))
+    with pytest.raises(LabError, match=r"NEUROCODER_DATA is set to .*absent, which is no folder"):
+        data.images("mnist")
+
+
 def test_unknown_and_absent(folder):
     with pytest.raises(LabError, match="no image data set is called 'mnst'"):
         data.images("mnst")
@@ -67,4 +74,4 @@ def test_unknown_and_absent(folder):
     told = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
     )
-    assert "set NEUROCODER_DATA to a folder that holds mnist/train.parquet" in told.stdout
+    assert f"set NEUROCODER_DATA to a folder that holds mnist/train.parquet, as {folder} does not" in told.stdout

@@ -113,6 +113,16 @@ def recurrent() -> nn.Module:
     return Own(forward, gru=nn.GRU(2, 4, batch_first=True), head=nn.Linear(4, 3))
 
 
+def controlled(**options) -> nn.Module:
+    """What decides looks at the same control for all samples."""
+
+    def forward(model, x):
+        with nc.controlled(model.inside, torch.ones(2, dtype=x.dtype)):
+            return model.inside(x)
+
+    return Own(forward, inside=recoded(control_features=2, **options))
+
+
 MODELS = {
     "first layer frozen": frozen_first,
     "weight norm": weight_norm,
@@ -130,6 +140,9 @@ MODELS = {
     "program, several steps": lambda: recoded(slots=4, heads=2, key_dim=3, steps=2, least_used=1),
     "program, residual": lambda: recoded(slots=4, heads=2, residual=True),
     "stored programs": lambda: recoded(layer=nc.peers.StoredProgramMemory, programs=3, key_dim=4),
+    "stored programs, controlled": lambda: controlled(layer=nc.peers.StoredProgramMemory, programs=3),
+    "program, controlled": lambda: controlled(slots=4, heads=2),
+    "low rank": lambda: recoded(layer=nc.peers.LowRank, rank=2),
     "experts": lambda: recoded(layer=nc.peers.MixtureOfExperts, experts=3, top_k=2, dispatch="dense"),
     "normalised": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3)),
     "convolution": convolution,

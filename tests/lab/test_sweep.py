@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import neurocoder as nc
 from neurocoder_lab import experiments, progress, results
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import polynomial
@@ -216,6 +217,10 @@ def test_what_is_asked_wrongly_is_said(tmp_path, capsys):
         == 1
     )
     assert "--workers must be at least 1" in capsys.readouterr().err
+    assert main(["swep", "polynomial"]) == 1
+    assert "no command is called 'swep'; did you mean sweep?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"neurocoder {nc.__version__}\n"
     assert main(["list"]) == 0
     assert "polynomial" in capsys.readouterr().out
     with pytest.raises(LabError):

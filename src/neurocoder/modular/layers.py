@@ -6,6 +6,7 @@ of a module.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder import dispatch as dispatching
-from neurocoder.conditional import Choice, Conditional, check_sizes
+from neurocoder.conditional import Choice, Conditional, check_sizes, register
 from neurocoder.dispatch import Dispatch
 from neurocoder.functional import full_precision
 from neurocoder.modular.route import Route
@@ -29,6 +30,8 @@ class Modular(Conditional):
     home = "nc.modular"
     store = "pool"
     _route: Route | None = None
+    _told = False  # that nothing trains the controller
+    controller: nn.Module
 
     def __init__(
         self,
@@ -70,10 +73,12 @@ class Modular(Conditional):
             "combine": self.combine,
             "activation": self.activation,
             "dispatch": self.dispatch,
+            **self.control_option(),
         }
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Modules (..., K, k) for logits (..., K * M), and their weights where they are mixed (Eq. 2)."""
+        self._tell()
         with full_precision(logits):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             log_p = logits.unflatten(-1, (self.choices, len(self.pool))).log_softmax(-1)
@@ -81,9 +86,23 @@ class Modular(Conditional):
                 chosen, weights = log_p.argmax(-1, keepdim=True), None
             else:
                 chosen, weights = self._route.choose(log_p)
-            if self._calls is not None:
-                self._record(Choice(log_p.exp(), chosen))
+            if self.watched:
+                self.record(Choice(log_p.exp(), chosen))
         return chosen, weights
+
+    def _tell(self) -> None:
+        """Warn, once, where a loss of the output would train the modules and never the controller."""
+        if torch.compiler.is_compiling() or self._told or self._route is not None or self.watched or not self.training:
+            return
+        learns = any(parameter.requires_grad for parameter in self.controller.parameters())
+        if learns and torch.is_grad_enabled() and len(self.pool) > 1:
+            self._told = True
+            warnings.warn(
+                "a modular layer runs in training mode without one of its trainings: the loss of its output trains the "
+                "chosen modules but never the controller that chooses. Use ViterbiEM, Reinforce or NoisyTopK of "
+                "nc.modular.training, or freeze the controller, layer.controller.requires_grad_(False)",
+                stacklevel=4,
+            )
 
     def _execute(self, x_Y: Tensor, chosen_YKk: Tensor, weights_YKk: Tensor | None) -> Tensor:
         """The outputs of the chosen modules, summed or concatenated (Eq. 1)."""
@@ -112,6 +131,7 @@ def _check_pool(pool: nn.ModuleList, modules: int, module: nn.Module) -> None:
             raise ValueError(f"the given pool holds {other}; this layer needs {module} of its own type")
 
 
+@register("modular.Linear")
 class Linear(Modular):
     """y = sum_i f_{a_i}(x), the K modules a chosen by p(a | x) = prod_i softmax(x W_i + c_i) (Eq. 1, 2); f_m is linear.
 
@@ -146,8 +166,6 @@ class Linear(Modular):
         dtype=None,
     ):
         check_sizes(in_features=in_features, out_features=out_features)
-        if control_features is not None:
-            check_sizes(control_features=control_features)
         factory = {"device": device, "dtype": dtype}
         super().__init__(
             out_features,
@@ -159,27 +177,19 @@ class Linear(Modular):
             pool=pool,
             dispatch=dispatch,
         )
-        self.in_features, self.out_features, self.control_features = in_features, out_features, control_features
-        self.controller = nn.Linear(control_features or in_features, choices * modules, **factory)
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"control_features": self.control_features}
+        self.in_features, self.out_features = in_features, out_features
+        self.controller = nn.Linear(self.look_at(control_features, in_features), choices * modules, **factory)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
-        self.check(x, -1, self.in_features)
-        if self.control_features is not None:
-            if control is None:
-                raise ValueError(f"call this layer with control=, of shape (..., {self.control_features})")
-            self.check(control, -1, self.control_features, "control")
-            if control.shape[:-1] != x.shape[:-1]:
-                raise ValueError(f"control is {tuple(control.shape)} for x of {tuple(x.shape)}: give one row each")
-        elif control is not None:
-            raise ValueError("this layer was built without control_features: its controller looks at x")
-        chosen, weights = self._choose(self.controller(x if control is None else control))
-        if weights is not None:
-            weights = weights.reshape(-1, *weights.shape[-2:])
-        y = self._execute(x.reshape(-1, self.in_features), chosen.reshape(-1, *chosen.shape[-2:]), weights)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        lead, x_YI, control_NC = self.arrange(x, control)
+        logits_NX = self.controller(control_NC)
+        decided = self._choose(logits_NX.reshape(*lead, logits_NX.shape[-1]))
+
+        def of_rows(value: Tensor) -> Tensor:
+            return self.spread(value.reshape(-1, *value.shape[-2:]), x_YI)
+
+        chosen_YKk, weights_YKk = (None if value is None else of_rows(value) for value in decided)
+        return self._execute(x_YI, chosen_YKk, weights_YKk).reshape(*x.shape[:-1], self.out_features)
 
 
 class ConvolutionController(nn.Sequential):
@@ -195,6 +205,7 @@ class ConvolutionController(nn.Sequential):
         )
 
 
+@register("modular.Conv2d")
 class Conv2d(Modular):
     """A convolution that chooses K of M kernels for each image; see `Linear`.
 
@@ -203,6 +214,8 @@ class Conv2d(Modular):
         modules, choices, combine, activation, pool, dispatch: as in `Linear`; concatenated are the channels.
         controller: "convolution" looks at the image through small filters, averaged; "linear" at all its pixels.
         input_size: (height, width) of the images, which a linear controller needs.
+        control_features: width of `control` (batch, control_features), of which the controller is a linear map where
+            it looks at something other than the images; `controller` and `input_size` say nothing then.
     """
 
     replaces = nn.Conv2d
@@ -225,6 +238,7 @@ class Conv2d(Modular):
         activation: Literal["relu"] | None = None,
         controller: Literal["convolution", "linear"] = "convolution",
         input_size: tuple[int, int] | None = None,
+        control_features: int | None = None,
         pool: nn.ModuleList | None = None,
         dispatch: Dispatch = "sparse",
         device=None,
@@ -249,7 +263,12 @@ class Conv2d(Modular):
         )
         self.in_channels, self.out_channels = in_channels, out_channels
         self.input_size = None if input_size is None else (int(input_size[0]), int(input_size[1]))
-        if self.input_size is None:
+        width = self.look_at(control_features, in_channels)
+        if self.controlled:
+            if input_size is not None:
+                raise ValueError("a controller that looks at a control needs no input_size: leave it out")
+            self.controller = nn.Linear(width, choices * modules, **factory)
+        elif self.input_size is None:
             self.controller = ConvolutionController(in_channels, choices * modules, **factory)
         else:
             pixels = in_channels * self.input_size[0] * self.input_size[1]
@@ -259,15 +278,27 @@ class Conv2d(Modular):
         controller = "convolution" if self.input_size is None else "linear"
         return super().options() | {"controller": controller, "input_size": self.input_size}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         self.check(x, -3, self.in_channels)
         if x.dim() not in (3, 4):
             raise ValueError(f"expected (batch, {self.in_channels}, height, width), got {tuple(x.shape)}")
         images = x if x.dim() == 4 else x[None]
         if self.input_size is not None and x.shape[-2:] != self.input_size:
             raise ValueError(f"built for images of {self.input_size}, got {tuple(x.shape[-2:])}")
-        y = self._execute(images, *self._choose(self.controller(images)))
+        y = self._execute(images, *self._choose(self.controller(self._seen(x, images, control))))
         return y if x.dim() == 4 else y[0]
+
+    def _seen(self, x: Tensor, images: Tensor, control: Tensor | None) -> Tensor:
+        """What the controller looks at: the images, or the control of each."""
+        control = self.given(control)
+        if control is None:
+            return images
+        if not self.controlled:
+            raise ValueError("this layer was built without control_features: its controller looks at the images")
+        self.check(control, -1, self.control_features, "control")
+        if control.shape[:-1] != x.shape[:-3]:
+            raise ValueError(f"control is {tuple(control.shape)} for images of {tuple(x.shape)}: give one row each")
+        return control.reshape(-1, self.control_features)
 
 
 Linear.convolution = Conv2d

@@ -1,17 +1,17 @@
 """HyperNet, after D. Ha, A. Dai and Q. Le, HyperNetworks, ICLR 2017, as in Neurocoder's polynomial experiment.
 
-Shapes: Y rows, I in, O out.
+Shapes: Y rows, I in, O out, N rows of what the network looks at, C features of it.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
-from neurocoder.conditional import Modulation
+from neurocoder.conditional import Modulation, register
 from neurocoder.peers.modulated import Modulated
 
 
+@register("peers.HyperLinear")
 class HyperLinear(Modulated):
     """y = (x * s(x)) W + b: a network of the input generates a scale for every row of the (in, out) weight.
 
@@ -21,6 +21,7 @@ class HyperLinear(Modulated):
     Args:
         layers: 1, a linear map, or 2, with a hidden layer of ReLUs.
         hidden: units of that hidden layer.
+        control_features: width of `control`, where the network looks at something other than x.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class HyperLinear(Modulated):
         *,
         layers: int = 1,
         hidden: int = 64,
+        control_features: int | None = None,
         device=None,
         dtype=None,
     ):
@@ -40,13 +42,14 @@ class HyperLinear(Modulated):
             bias,
             layers=layers,
             hidden=hidden,
+            control_features=control_features,
             scales=in_features,
             shifts=0,
             device=device,
             dtype=dtype,
         )
 
-    def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
-        scale_YI = self.generator(x_YI)
-        self._record(Modulation(scale_YI.reshape(*lead, self.in_features), None))
-        return F.linear(x_YI * scale_YI, self.linear.weight, self.linear.bias)
+    def rows(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> Tensor:
+        scale_NI = self.generator(control_NC)
+        self.record(Modulation(scale_NI.reshape(*lead, self.in_features), None))
+        return self.linear(x_YI * self.spread(scale_NI, x_YI))

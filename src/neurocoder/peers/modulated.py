@@ -16,8 +16,11 @@ class Modulated(Peer):
     Args:
         layers: of that network: 1, a linear map, or 2, with a hidden layer of ReLUs.
         hidden: units of the hidden layer.
+        control_features: width of `control`, where the network looks at something other than x.
         scales, shifts: how many the network generates.
     """
+
+    _adopted = False
 
     def __init__(
         self,
@@ -27,23 +30,25 @@ class Modulated(Peer):
         *,
         layers: int,
         hidden: int,
+        control_features: int | None,
         scales: int,
         shifts: int,
         **factory: Any,
     ):
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, control_features)
         if layers not in (1, 2):
             raise ValueError(f"layers must be 1 or 2, got {layers}")
         check_sizes(hidden=hidden)
         self.layers, self.hidden, self._scales = layers, hidden, scales
         self.linear = nn.Linear(in_features, out_features, bias, **factory)
-        inner = [nn.Linear(in_features, hidden, **factory), nn.ReLU()] if layers == 2 else []
-        last = nn.Linear(hidden if layers == 2 else in_features, scales + shifts, **factory)
+        inner = [nn.Linear(self.control_features, hidden, **factory), nn.ReLU()] if layers == 2 else []
+        last = nn.Linear(hidden if layers == 2 else self.control_features, scales + shifts, **factory)
         self.generator = nn.Sequential(*inner, last)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in (self.linear, *self.generator):
+        """Initialise anew; a trained layer that is kept stays as it is."""
+        for layer in (*([] if self._adopted else [self.linear]), *self.generator):
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
         last = self.generator[-1]
@@ -52,4 +57,13 @@ class Modulated(Peer):
         nn.init.ones_(last.bias[: self._scales])
 
     def options(self) -> dict[str, Any]:
-        return {"layers": self.layers, "hidden": self.hidden}
+        return {"layers": self.layers, "hidden": self.hidden, **self.control_option()}
+
+    def adopt(self, base: nn.Linear | nn.Conv2d) -> None:
+        """Modulate the trained layer: with scales of 1 and shifts of 0 nothing changes."""
+        self.linear, self._adopted = base, True
+
+    @property
+    def base(self) -> nn.Module | None:
+        """The trained layer that is kept; None where the linear layer is the layer's own."""
+        return self.linear if self._adopted else None

@@ -1,18 +1,18 @@
 """Mixture of Experts: N. Shazeer et al., Outrageously Large Neural Networks, ICLR 2017. Equation numbers are theirs.
 
-Shapes: Y rows, I in, O out, E experts, k experts a row.
+Shapes: Y rows, I in, O out, N rows of what the gate looks at, C features of it, E experts, k experts a row.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder import dispatch as dispatching
-from neurocoder.conditional import Mixture, check_sizes
+from neurocoder.conditional import Mixture, check_sizes, register
 from neurocoder.dispatch import Dispatch
 from neurocoder.functional import full_precision
 from neurocoder.peers.peer import Peer
@@ -33,6 +33,7 @@ class Balance(NamedTuple):
     load: Tensor
 
 
+@register("peers.MixtureOfExperts")
 class MixtureOfExperts(Peer):
     """y = sum_i G(x)_i E_i(x), the k experts of the largest noisy gate (Eq. 1), each a linear map.
 
@@ -46,7 +47,10 @@ class MixtureOfExperts(Peer):
         top_k: experts a row uses.
         dispatch: "sparse" computes the chosen experts alone; "dense" computes all and weighs them, which
             `torch.compile`, `torch.export` and `torch.func.vmap` can follow (the first two switch to it by themselves).
+        control_features: width of `control`, where the gate looks at something other than x.
     """
+
+    wants: ClassVar = {"balance": 0.1}
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class MixtureOfExperts(Peer):
         experts: int,
         top_k: int = 1,
         dispatch: Dispatch = "sparse",
+        control_features: int | None = None,
         device=None,
         dtype=None,
     ):
@@ -64,12 +69,12 @@ class MixtureOfExperts(Peer):
         if top_k > experts:
             raise ValueError(f"top_k is at most the number of experts, {experts}; got {top_k}")
         dispatching.check(dispatch)
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, control_features)
         factory = {"device": device, "dtype": dtype}
         self.top_k, self.dispatch = top_k, dispatch
         self.experts = nn.ModuleList(nn.Linear(in_features, out_features, bias, **factory) for _ in range(experts))
-        self.gate = nn.Parameter(torch.empty(experts, in_features, **factory))
-        self.noise = nn.Parameter(torch.empty(experts, in_features, **factory))
+        self.gate = nn.Parameter(torch.empty(experts, self.control_features, **factory))
+        self.noise = nn.Parameter(torch.empty(experts, self.control_features, **factory))
         self._last: Balance | None = None
         self.reset_parameters()
 
@@ -80,44 +85,51 @@ class MixtureOfExperts(Peer):
         nn.init.zeros_(self.noise)
 
     def options(self) -> dict[str, Any]:
-        return {"experts": len(self.experts), "top_k": self.top_k, "dispatch": self.dispatch}
+        options = {"experts": len(self.experts), "top_k": self.top_k, "dispatch": self.dispatch}
+        return options | self.control_option()
 
-    def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
-        chosen_Yk, weight_Yk = self._gates(x_YI)
-        if self._calls is not None:
-            weight_YE = weight_Yk.new_zeros(len(x_YI), len(self.experts)).scatter(1, chosen_Yk, weight_Yk)
-            chosen = chosen_Yk.reshape(*lead, self.top_k)
-            self._record(Mixture(weight_YE.reshape(*lead, len(self.experts)), chosen))
+    def auxiliary(self) -> dict[str, Tensor]:
+        """The balance losses of the last forward in training mode. They are taken, as by `balance`."""
+        last, self._last = self._last, None
+        return {} if last is None else {"balance": last.importance + last.load}
+
+    def rows(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> Tensor:
+        chosen_Nk, weight_Nk = self._gates(control_NC)
+        if self.watched:
+            weight_NE = weight_Nk.new_zeros(len(control_NC), len(self.experts)).scatter(1, chosen_Nk, weight_Nk)
+            chosen = chosen_Nk.reshape(*lead, self.top_k)
+            self.record(Mixture(weight_NE.reshape(*lead, len(self.experts)), chosen))
+        chosen_Yk, weight_Yk = self.spread(chosen_Nk, x_YI), self.spread(weight_Nk, x_YI)
         made_YkO = dispatching.apply(self.experts, x_YI, chosen_Yk, self.dispatch)
         if self.top_k == 1:
             return made_YkO.squeeze(1) * weight_Yk.to(made_YkO.dtype)
         return torch.bmm(weight_Yk.to(made_YkO.dtype)[:, None], made_YkO).squeeze(1)
 
-    def _gates(self, x_YI: Tensor) -> tuple[Tensor, Tensor]:
+    def _gates(self, control_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each row and their weights; in training, the balance losses are kept for `balance`."""
         self._last = None
-        raw = F.linear(x_YI, torch.cat((self.gate, self.noise)) if self.training else self.gate)
-        with full_precision(x_YI):
+        raw = F.linear(control_NC, torch.cat((self.gate, self.noise)) if self.training else self.gate)
+        with full_precision(control_NC):
             raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
             if not self.training:
-                values_Yk, chosen_Yk = raw.topk(self.top_k)
-                return chosen_Yk, values_Yk.softmax(-1)
-            clean_YE, std_YE = raw.tensor_split(2, -1)
-            std_YE = F.softplus(std_YE) + SMALLEST_NOISE
-            noisy_YE = clean_YE + std_YE * torch.randn_like(clean_YE)
-            values, chosen = noisy_YE.topk(min(self.top_k + 1, len(self.experts)))
-            weight_Yk, chosen_Yk = values[:, : self.top_k].softmax(-1), chosen[:, : self.top_k]
+                values_Nk, chosen_Nk = raw.topk(self.top_k)
+                return chosen_Nk, values_Nk.softmax(-1)
+            clean_NE, std_NE = raw.tensor_split(2, -1)
+            std_NE = F.softplus(std_NE) + SMALLEST_NOISE
+            noisy_NE = clean_NE + std_NE * torch.randn_like(clean_NE)
+            values, chosen = noisy_NE.topk(min(self.top_k + 1, len(self.experts)))
+            weight_Nk, chosen_Nk = values[:, : self.top_k].softmax(-1), chosen[:, : self.top_k]
             if torch.is_grad_enabled():
-                self._last = self._balance(clean_YE, std_YE, noisy_YE, values, chosen_Yk, weight_Yk)
-            return chosen_Yk, weight_Yk
+                self._last = self._balance(clean_NE, std_NE, noisy_NE, values, chosen_Nk, weight_Nk)
+            return chosen_Nk, weight_Nk
 
-    def _balance(self, clean, std, noisy, values, chosen_Yk, weight_Yk) -> Balance:
-        importance_E = clean.new_zeros(len(self.experts)).index_add(0, chosen_Yk.flatten(), weight_Yk.flatten())
+    def _balance(self, clean, std, noisy, values, chosen_Nk, weight_Nk) -> Balance:
+        importance_E = clean.new_zeros(len(self.experts)).index_add(0, chosen_Nk.flatten(), weight_Nk.flatten())
         if self.top_k == len(self.experts):
             return Balance(_cv_squared(importance_E), torch.zeros_like(importance_E[0]))
         kth, next_one = values[:, self.top_k - 1, None], values[:, self.top_k, None]
-        threshold_YE = torch.where(noisy > next_one, next_one, kth)  # the k-th largest of the others (Eq. 8)
-        load_E = torch.special.ndtr((clean - threshold_YE) / std).sum(0)  # Eq. 9, 10
+        threshold_NE = torch.where(noisy > next_one, next_one, kth)  # the k-th largest of the others (Eq. 8)
+        load_E = torch.special.ndtr((clean - threshold_NE) / std).sum(0)  # Eq. 9, 10
         return Balance(_cv_squared(importance_E), _cv_squared(load_E))
 
     def __getstate__(self) -> dict[str, Any]:

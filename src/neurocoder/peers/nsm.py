@@ -1,6 +1,6 @@
 """Neural Stored-program Memory: H. Le, T. Tran and S. Venkatesh, Neural Stored-program Memory, ICLR 2020.
 
-Shapes: Y rows, I in, O out, P programs, K key.
+Shapes: Y rows, I in, O out, N rows of what the query looks at, C features of it, P programs, K key.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder.conditional import Mixture, check_sizes
+from neurocoder.conditional import Mixture, check_sizes, register
 from neurocoder.functional import EPSILON, full_precision
 from neurocoder.peers.peer import Peer
 
 
+@register("peers.StoredProgramMemory")
 class StoredProgramMemory(Peer):
     """y = x W_t + b_t with (W_t, b_t) = sum_i w_ti (W_i, b_i): whole weight matrices are the stored programs.
 
@@ -29,6 +30,7 @@ class StoredProgramMemory(Peer):
     Args:
         programs: weight matrices, each with a bias, in memory.
         key_dim: length of a key.
+        control_features: width of `control`, where the query and its strength look at something other than x.
     """
 
     def __init__(
@@ -39,15 +41,16 @@ class StoredProgramMemory(Peer):
         *,
         programs: int,
         key_dim: int = 10,
+        control_features: int | None = None,
         device=None,
         dtype=None,
     ):
         check_sizes(programs=programs, key_dim=key_dim)
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, control_features)
         factory = {"device": device, "dtype": dtype}
         self.programs = nn.ModuleList(nn.Linear(in_features, out_features, bias, **factory) for _ in range(programs))
         self.key = nn.Parameter(torch.empty(programs, key_dim, **factory))
-        self.query = nn.Linear(in_features, key_dim + 1, **factory)  # the last unit is the strength
+        self.query = nn.Linear(self.control_features, key_dim + 1, **factory)  # the last unit is the strength
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -60,19 +63,20 @@ class StoredProgramMemory(Peer):
                     parameter.mul_(sqrt(len(self.programs)))
 
     def options(self) -> dict[str, Any]:
-        return {"programs": len(self.key), "key_dim": self.key.shape[1]}
+        return {"programs": len(self.key), "key_dim": self.key.shape[1], **self.control_option()}
 
-    def rows(self, x_YI: Tensor, lead: tuple[int, ...]) -> Tensor:
-        weight_YP = self.attend(x_YI, self.key)
-        self._record(Mixture(weight_YP.reshape(*lead, len(self.key)), None))
+    def rows(self, x_YI: Tensor, control_NC: Tensor, lead: tuple[int, ...]) -> Tensor:
+        weight_NP = self.attend(control_NC, self.key)
+        self.record(Mixture(weight_NP.reshape(*lead, len(self.key)), None))
+        weight_YP = self.spread(weight_NP, x_YI)
         outputs = [program(x_YI) for program in self.programs]
         return reduce(torch.add, map(torch.mul, weight_YP.to(outputs[0].dtype).split(1, 1), outputs))
 
-    def attend(self, x_YI: Tensor, key_PK: Tensor) -> Tensor:
-        """Attention of each row to the programs with these keys: (Y, P)."""
-        raw = self.query(x_YI)
-        with full_precision(x_YI):
+    def attend(self, control_NC: Tensor, key_PK: Tensor) -> Tensor:
+        """Attention of each row of the control to the programs with these keys: (N, P)."""
+        raw = self.query(control_NC)
+        with full_precision(control_NC):
             raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
-            query_YK = F.normalize(raw[:, :-1].tanh(), dim=-1, eps=EPSILON)
+            query_NK = F.normalize(raw[:, :-1].tanh(), dim=-1, eps=EPSILON)
             key_PK = F.normalize(key_PK.to(raw.dtype).tanh(), dim=-1, eps=EPSILON)
-            return (F.softplus(raw[:, -1:]) * (query_YK @ key_PK.t())).softmax(-1)
+            return (F.softplus(raw[:, -1:]) * (query_NK @ key_PK.t())).softmax(-1)

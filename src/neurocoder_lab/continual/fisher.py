@@ -236,6 +236,8 @@ Rule = Callable[[Any, Tensor, Tensor], Sums]
 
 def _rule(layer: nn.Module) -> Rule | None:
     """From a layer, its input (N, I) and the gradient of its output (N, O) to the sums of squares."""
+    if getattr(layer, "controlled", False):  # what it looks at besides is not among its inputs
+        return None
     if type(layer) is nn.Linear and isinstance(layer.weight, nn.Parameter):  # not one made of others, by weight_norm
         return _linear
     if type(layer) is nc.peers.StoredProgramMemory:

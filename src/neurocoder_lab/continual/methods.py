@@ -229,9 +229,13 @@ METHODS: dict[str, type[Anchored]] = {"l2": L2, "si": SI, "ewc": EWC, "oewc": On
 
 
 def make(name: Name, model: nn.Module, strength: float | None = None) -> Method:
-    """The method of that name; adam and adagrad are plain training with that optimiser, and have no strength."""
+    """The method of that name; adam and adagrad are plain training with that optimiser, and have no strength but 0."""
     if name not in Name.__args__:
         raise ValueError(f"method must be one of {', '.join(Name.__args__)}, got {name!r}")
-    if (name in METHODS) != (strength is not None):
-        raise ValueError(f"{name} needs a strength" if name in METHODS else f"{name} has no strength: leave it out")
-    return Method(model) if strength is None else METHODS[name](model, strength)
+    if name not in METHODS:
+        if strength:
+            raise ValueError(f"{name} is plain training and has no strength: leave it out, or give 0; got {strength}")
+        return Method(model)
+    if strength is None:
+        raise ValueError(f"{name} needs a strength")
+    return METHODS[name](model, strength)
