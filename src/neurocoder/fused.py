@@ -13,6 +13,7 @@ need not know their steps, and it is (M, P, R, N).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -91,11 +92,21 @@ def _plain(signal, sharp, read, values, gate=None, recurrent=None, *, setting: S
 
 def infer(signal_XN: Tensor, sharp_MPK: Tensor, read_PN: Tensor, values_P: Tensor, setting: Setting) -> Tensor:
     """The transformed read (P, N) as `compose_rows` gives it for queries without gates, by the paper's rules: for rows
-    that nobody differentiates or maps."""
+    that nobody differentiates or maps. The keys are sharpened for base two, whose powers cost half as much."""
     components, rows = setting.steps * setting.heads, read_PN.shape[1]
     query_MKX = signal_XN.view(3, sharp_MPK.shape[2], components * rows)
-    content_MPRN = _normalise(_score(query_MKX, sharp_MPK, (components, rows), setting.sharpness)[0].exp_())
-    return _apply(*content_MPRN.unbind(0), read_PN, values_P)[0]
+    score_MPRN = _score(query_MKX, sharp_MPK, (components, rows), setting.sharpness)[0]
+    left, right, weights = _normalise(score_MPRN.exp2_()).unbind(0)
+    inner_RN = left.mul_(read_PN[:, None]).sum(0)
+    terms_RN = F.softplus(torch.matmul(values_P, weights.flatten(1)).view_as(inner_RN))
+    sigma_RN = torch.mm(_ladder(components, terms_RN.dtype, terms_RN.device), terms_RN)
+    return right.mul_(inner_RN.mul_(sigma_RN)).sum(1)
+
+
+@cache
+def _ladder(components: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Row n sums the terms n to R (Eq. 8)."""
+    return torch.ones(components, components, dtype=dtype, device=device).triu_()
 
 
 def _score(query: Tensor, sharp: Tensor, shape: tuple[int, int], sharpness: float) -> tuple[Tensor, Tensor, Tensor]:

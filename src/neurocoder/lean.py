@@ -6,6 +6,7 @@ Shapes: see `neurocoder.functional`.
 
 from __future__ import annotations
 
+from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ _WHOLE = (torch.float32, torch.float64)  # half precision is computed in float32
 
 
 class Fixed(NamedTuple):
-    """What does not depend on the input."""
+    """What does not depend on the input; the keys are sharpened for powers of two."""
 
     weight_XC: Tensor
     bias_X: Tensor
@@ -62,7 +63,7 @@ def run(layer: Linear, x_NI: Tensor) -> Tensor:
 
 def _fix(layer: Linear) -> Fixed:
     memory, controller = layer.memory, layer.controller
-    sharp_MPK = functional.sharpen(memory.keys(), layer.sharpness)
+    sharp_MPK = functional.sharpen(memory.keys(), layer.sharpness / log(2))
     bias_X = controller.bias[:, None]
     return Fixed(
         controller.weight, bias_X, memory.left, sharp_MPK, memory.values, memory.right * layer.gain, layer.bias
