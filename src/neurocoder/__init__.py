@@ -10,6 +10,7 @@ from neurocoder.inspect import freeze, orthogonality
 from neurocoder.layers import Conv2d, Linear
 from neurocoder.memory import ProgramMemory
 from neurocoder.recode import recode
+from neurocoder.sizing import sizes
 from neurocoder.trace import Trace, trace
 
 __version__ = "0.1.0"
@@ -35,5 +36,6 @@ __all__ = [
     "peers",
     "recode",
     "save",
+    "sizes",
     "trace",
 ]

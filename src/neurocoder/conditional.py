@@ -10,6 +10,21 @@ from torch import Tensor, nn
 
 from neurocoder.functional import autocasting
 
+# what `recode` takes from the plain layer, by its kind, and hands to the constructor beside bias, device and dtype
+SHAPES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    nn.Conv2d: (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "padding_mode",
+    ),
+}
+
 
 class Record:
     """What one call of a layer did with each of its inputs."""
@@ -83,13 +98,16 @@ class Conditional(nn.Module):
         replaces: the plain layer it stands for.
         convolution: the class that stands for a convolution where this one stands for a linear layer.
         store: the attribute, and option, that holds what several layers may share.
+        size: the option that decides how large a layer is.
     """
 
     home = "nc"
     replaces: type[nn.Module] = nn.Linear
     convolution: type[Conditional] | None = None
     store: str | None = None
+    size: str | None = None
 
+    replaced: int | None = None  # parameters of the plain layer that it replaced
     _calls: list | None = None
 
     def options(self) -> dict[str, Any]:
@@ -99,6 +117,21 @@ class Conditional(nn.Module):
     def _record(self, call: Record) -> None:
         if self._calls is not None:
             self._calls.append(call)
+
+    def plain_size(self) -> int:
+        """Parameters of the plain layer that it replaced, or, where it was built by itself, of one of its shape."""
+        if self.replaced is not None:
+            return self.replaced
+        shape = {name: getattr(self, name) for name in SHAPES[self.replaces]}
+        plain = self.replaces(**shape, bias=True, device="meta")
+        parts = {name: p.shape for name, p in self.named_parameters() if name.rpartition(".")[2] == "bias"}
+        biased = "bias" in parts if hasattr(self, "bias") else plain.bias.shape in parts.values()
+        return plain.weight.numel() + (plain.bias.numel() if biased else 0)
+
+    @classmethod
+    def name(cls) -> str:
+        """As users write it."""
+        return f"{cls.home}.{cls.__name__}"
 
     def own_dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype

@@ -28,6 +28,7 @@ class Modular(Conditional):
 
     home = "nc.modular"
     store = "pool"
+    size = "modules"
     _route: Route | None = None
 
     def __init__(
@@ -71,6 +72,10 @@ class Modular(Conditional):
             "activation": self.activation,
             "dispatch": self.dispatch,
         }
+
+    def plain_size(self) -> int:
+        each = sum(p.numel() for p in self.pool[0].parameters())
+        return each * self.choices if self.combine == "concatenate" else each
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Modules (..., K, k) for logits (..., K * M), and their weights where they are mixed (Eq. 2)."""

@@ -19,6 +19,8 @@ class Modulated(Peer):
         scales, shifts: how many the network generates.
     """
 
+    size = "hidden"
+
     def __init__(
         self,
         in_features: int,

@@ -48,6 +48,8 @@ class MixtureOfExperts(Peer):
             `torch.compile`, `torch.export` and `torch.func.vmap` can follow (the first two switch to it by themselves).
     """
 
+    size = "experts"
+
     def __init__(
         self,
         in_features: int,

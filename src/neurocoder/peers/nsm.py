@@ -31,6 +31,8 @@ class StoredProgramMemory(Peer):
         key_dim: length of a key.
     """
 
+    size = "programs"
+
     def __init__(
         self,
         in_features: int,
