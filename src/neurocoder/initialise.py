@@ -34,7 +34,7 @@ _COMPOSED_BESIDE_RESIDUAL = 0.1  # its share of a fresh nn.Linear's variance
 _INPUT_STD = 0.5  # of the recurrent controller's signal from standard normal input
 _RECURRENT_GAIN = 8.0  # of the candidate's orthogonal recurrence, for one head; several heads differ by themselves
 _SHARED = 0.1  # of the controller's weights, where a program serves every position of an image
-_PRINCIPAL = 0.3  # of the squared norm of an old weight: what the memory takes over of it
+_PRINCIPAL = 0.28  # of the squared norm of an old weight: what the memory takes over of it
 _PROBES = 256
 _ALIKE, _DRAWS = 0.85, 8  # components more alike than that, as few slots may have by chance, are drawn again
 
