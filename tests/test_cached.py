@@ -127,7 +127,9 @@ def test_under_compile_torch_func_inference_mode_and_autocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert network(x).dtype == torch.bfloat16
         doubled = {name: 2 * p for name, p in network.named_parameters()}
-        torch.testing.assert_close(torch.func.functional_call(network, doubled, (x,)), model_with(network, doubled)(x))
+        twin = model_with(network, doubled)  # it has no gradients to take: it computes by other operations
+        called = torch.func.functional_call(network, doubled, (x,))
+        torch.testing.assert_close(called, twin(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(network(x), y)
 
 

@@ -4,7 +4,8 @@ tests/unchanged/ was written by the commit before `controller_sees` existed, wit
 
     PYTHONPATH=src:. python -m tests.test_unchanged tests/unchanged
 
-A change that is meant to alter a result writes these files anew, and says so.
+A change that is meant to alter a result writes these files anew, and says so: convolutions start otherwise since the
+weights of their controllers start small (docs/log.md); what they compute with given weights is as before.
 """
 
 import sys

@@ -10,6 +10,7 @@ from neurocoder.inspect import auxiliary, freeze, orthogonality
 from neurocoder.layers import Conv2d, Linear
 from neurocoder.memory import ProgramMemory
 from neurocoder.recode import recode
+from neurocoder.sizing import sizes
 from neurocoder.trace import Trace, controlled, trace
 
 __version__ = "0.1.0"
@@ -42,5 +43,6 @@ __all__ = [
     "recode",
     "register",
     "save",
+    "sizes",
     "trace",
 ]

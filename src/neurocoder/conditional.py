@@ -179,6 +179,7 @@ class Conditional(nn.Module):
         store: the attribute, and option, that holds what several layers may share: a module. It may have an
             `auxiliary()` of its own, asked once however many share it.
         wants: the kinds of loss that the layer or its store wants added, each with the weight it has by default.
+        size: the option that decides how large a layer is.
     """
 
     home = "nc"
@@ -186,10 +187,12 @@ class Conditional(nn.Module):
     convolution: type[Conditional] | None = None
     store: str | None = None
     wants: ClassVar[dict[str, float]] = {}
+    size: str | None = None
 
     controlled = False
     control_features: int
     in_features: int
+    replaced: int | None = None  # parameters of the plain layer that it replaced
     _calls: list | None = None
     _control: Tensor | None = None
 
@@ -263,6 +266,16 @@ class Conditional(nn.Module):
         """From one place a row of the control to one a row of x, each the same number of times."""
         count, rows = value_N.shape[0], x_YI.shape[0]  # len() would fix the size of an exported batch
         return value_N if count == rows else value_N.repeat_interleave(rows // max(1, count), 0)
+
+    def plain_size(self) -> int:
+        """Parameters of the plain layer that it replaced, or, where it was built by itself, of one of its shape."""
+        if self.replaced is not None:
+            return self.replaced
+        shape = {name: getattr(self, name) for name in SHAPES[self.replaces]}
+        plain = self.replaces(**shape, bias=True, device="meta")
+        parts = {name: p.shape for name, p in self.named_parameters() if name.rpartition(".")[2] == "bias"}
+        biased = "bias" in parts if hasattr(self, "bias") else plain.bias.shape in parts.values()
+        return plain.weight.numel() + (plain.bias.numel() if biased else 0)
 
     @classmethod
     def name(cls) -> str:

@@ -212,6 +212,20 @@ def queries(state_UJN: Tensor, key_dim: int, heads: int) -> Tensor:
     return query_MKHJN.transpose(2, 3).flatten(2, 3)
 
 
+def average_patch(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]) -> Tensor:
+    """What a convolution's kernel meets on the average of its positions: (B, C, height, width) to (B, C, *kernel).
+
+    The average of a kernel's responses is its product with this, so that they need not be computed.
+    """
+    for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
+        positions = (x.shape[axis] - apart * (size - 1) - 1) // step
+        cuts = [
+            (slice(None),) * axis + (slice(k * apart, k * apart + positions * step + 1, step),) for k in range(size)
+        ]
+        x = torch.stack([x[cut].mean(axis) for cut in cuts], axis)
+    return x
+
+
 def similarity(vectors_NRI: Tensor) -> Tensor:
     """Mean cosine over the pairs of vectors of one program, near 1 in program collapse; 1 where there is only one."""
     components = vectors_NRI.shape[1]

@@ -5,6 +5,8 @@
 - The recurrent controller starts forgetful, with open gates and a strong recurrence of its candidate: queries of
   successive steps then differ, and with them the components of a program.
 - The slot gates start open: content decides first, usage as far as training finds it useful.
+- A convolution's program serves every position of an image, and what follows must make sense of its channels: the
+  weights of its controller start small beside the biases, so that all images start with like programs (docs/log.md).
 - A fixed `gain` on the composed program gives a fresh layer the output variance of a fresh `nn.Linear`. With a
   residual program, that one carries the variance and the composed part starts small beside it.
 """
@@ -31,6 +33,8 @@ _OPEN = 2.0  # sigmoid(2) = 0.88: of the residual program, of content attention,
 _COMPOSED_BESIDE_RESIDUAL = 0.1  # its share of a fresh nn.Linear's variance
 _INPUT_STD = 0.5  # of the recurrent controller's signal from standard normal input
 _RECURRENT_GAIN = 8.0  # of the candidate's orthogonal recurrence, for one head; several heads differ by themselves
+_SHARED = 0.1  # of the controller's weights, where a program serves every position of an image
+_PRINCIPAL = 0.28  # of the squared norm of an old weight: what the memory takes over of it
 _PROBES = 256
 _ALIKE, _DRAWS = 0.85, 8  # components more alike than that, as few slots may have by chance, are drawn again
 
@@ -60,6 +64,8 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
         if memory_too:
             _memory(layer.memory)
         _controller(layer.controller, authors=False)
+        if layer.spatial:
+            layer.controller.weight.mul_(_SHARED)
         if not _alike(_probe(layer), layer.memory):
             break
     _calibrate(layer, _probe(layer))
@@ -73,6 +79,33 @@ def add_nothing(layer: ProgramLayer) -> None:
         nn.init.zeros_(layer.memory.right)
         if layer.residual is not None:
             nn.init.zeros_(layer.residual)
+
+
+@torch.no_grad()
+def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
+    """Start as `old`, for every input: controller and gates say the same of all inputs, by their biases, the memory
+    holds the principal singular vectors of the old weight, and the residual program is the rest of it."""
+    if layer.gain.is_meta or layer.residual is None:
+        return
+    memory, controller = layer.memory, layer.controller
+    for weight in (controller.weight, memory.gate_weight, layer.integration_weight):
+        if weight is not None:
+            nn.init.zeros_(weight)
+    dtype = torch.promote_types(layer.gain.dtype, torch.float32)
+    old_OI = old.weight.flatten(1).to(dtype)
+    rank = min(layer.slots, *old_OI.shape)
+    left, _, right = torch.svd_lowrank(old_OI.t(), rank)
+    memory.left[:rank].copy_(left.t())
+    memory.right[:rank].copy_(right.t())
+    composition = layer.compose(layer.gain.new_zeros(1, layer.control_features))
+    composed_OI = layer.composed(composition)[0].t().to(dtype)
+    norm = old_OI.norm().clamp_min(0.1 * sqrt(len(old_OI) / 3))  # that of a fresh weight, lest one of zeros stay dead
+    factor = sqrt(_PRINCIPAL) * norm / composed_OI.norm()
+    layer.gain.mul_(factor)
+    rest_OI = (old_OI - factor * composed_OI) / composition.residual_N.to(dtype)
+    layer.residual.copy_(rest_OI.view_as(layer.residual))
+    if layer.bias is not None:
+        layer.bias.copy_(old.bias)
 
 
 def _probe(layer: ProgramLayer) -> Composition:

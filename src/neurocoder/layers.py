@@ -18,6 +18,8 @@ from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.program import Composition, ProgramLayer
 
+_SMALL_KERNEL = 65536  # numbers: as many images as a batch has need to fit into memory
+
 
 @register("Linear")
 class Linear(ProgramLayer):
@@ -25,7 +27,7 @@ class Linear(ProgramLayer):
 
     Args:
         in_features, out_features, bias: as in `nn.Linear`.
-        slots: singular programs in memory (P in the paper).
+        slots: singular programs in memory (P in the paper); those of `memory` where that is given.
         heads: components retrieved in parallel (H).
         steps: recurrent attention steps (J). A program has steps * heads components.
         key_dim: length of a key (K).
@@ -54,7 +56,7 @@ class Linear(ProgramLayer):
         out_features: int,
         bias: bool = True,
         *,
-        slots: int,
+        slots: int | None = None,
         heads: int = 1,
         steps: int = 1,
         key_dim: int = 5,
@@ -107,7 +109,8 @@ class Linear(ProgramLayer):
         part_YP, right = (part_YP * self.gain).to(x_YI.dtype), self.memory.right
         y = part_YP @ right if self.bias is None else torch.addmm(self.bias, part_YP, right)
         if self.residual is not None:
-            y = torch.addmm(y, x_YI * residual_Y[:, None].to(x_YI.dtype), self.residual.t())
+            # Scaled behind the product: before it, an input that needs no gradient would cost that of one.
+            y = torch.addcmul(y, F.linear(x_YI, self.residual), residual_Y[:, None].to(y.dtype))
         if self.base is not None:
             y = y + self.base(x_YI)
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
@@ -169,8 +172,7 @@ class Linear(ProgramLayer):
 
 @register("Conv2d")
 class Conv2d(ProgramLayer):
-    """A convolution whose kernel is composed for each image, in three factors: a convolution with the left programs,
-    a mix for each image, a 1x1 convolution with the right programs.
+    """A convolution whose kernel is composed for each image.
 
     The controller sees the global average of the input channels, with controller_sees="read" that of the left programs'
     responses, or `control` (B, control_features). A module in
@@ -182,6 +184,7 @@ class Conv2d(ProgramLayer):
     """
 
     replaces = nn.Conv2d
+    spatial = True
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class Conv2d(ProgramLayer):
         bias: bool = True,
         padding_mode: str = "zeros",
         *,
-        slots: int,
+        slots: int | None = None,
         heads: int = 1,
         steps: int = 1,
         key_dim: int = 5,
@@ -250,38 +253,61 @@ class Conv2d(ProgramLayer):
         self.stride, self.padding, self.dilation, self.groups = shape.stride, shape.padding, shape.dilation, groups
         self.padding_mode, self._sides = padding_mode, shape._reversed_padding_repeated_twice
         self.before: nn.Module | None = None
+        self._whole = self._better_whole()
+
+    def _better_whole(self) -> bool:
+        """Whether kernels of whole images are small, and take fewer multiplications a position than their factors."""
+        inputs, outputs, slots = self.memory.in_features, self.out_channels, self.slots
+        factored = slots * (inputs * self.groups + slots * self.groups + outputs)
+        if self.residual is not None:
+            factored += inputs * outputs
+        return inputs * outputs <= min(_SMALL_KERNEL, factored)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
-        padded, read = self._read(x)
-        composition = self._composition(x, control, read)
+        padded = self._padded(x)
+        whole = self._whole and not torch.compiler.is_compiling() and padded.shape[0] > 0
+        read = None if whole else self._read(padded)
+        composition = self._composition(x, control, padded, read)
         self._note(composition, x.shape[:-3])
-        y = self._convolve(padded, read, composition)
+        y = self._by_kernel(padded, composition) if read is None else self._by_factor(padded, read, composition)
         y = y if self.base is None else y + self.base(x)
         return y[0] if x.dim() == 3 else y
 
-    def _read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is convolved, and the left responses to it (B * groups, slots, height, width)."""
+    def _padded(self, x: Tensor) -> Tensor:
+        """What is convolved: with all padding but that of zeros."""
         self.check(x, -3, self.in_channels)
         padded = x[None] if x.dim() == 3 else x
         padded = padded if self.before is None else self.before(padded)
-        if self.padding_mode != "zeros":
-            padded = F.pad(padded, self._sides, mode=self.padding_mode)
+        return padded if self.padding_mode == "zeros" else F.pad(padded, self._sides, mode=self.padding_mode)
+
+    def _read(self, padded: Tensor) -> Tensor:
+        """The left responses (B * groups, slots, height, width)."""
         left = self.memory.left.unflatten(1, (self.in_channels // self.groups, *self.kernel_size))
-        return padded, F.conv2d(padded.unflatten(1, (self.groups, -1)).flatten(0, 1), left, None, *self._window())
+        return F.conv2d(padded.unflatten(1, (self.groups, -1)).flatten(0, 1), left, None, *self._window())
 
     def _window(self) -> tuple:
         """Stride, padding and dilation of what is padded already, unless with zeros."""
         return self.stride, self.padding if self.padding_mode == "zeros" else 0, self.dilation
 
-    def _convolve(self, padded: Tensor, read: Tensor, composition: Composition) -> Tensor:
+    def _by_factor(self, padded: Tensor, read: Tensor, composition: Composition) -> Tensor:
+        """A convolution with the left programs, a mix for each image, a 1x1 convolution with the right programs."""
         groups = self.groups
         core = (composition.core() * self.gain).to(read.dtype).transpose(1, 2).repeat_interleave(groups, 0)
         part = torch.bmm(core, read.flatten(2)).unflatten(2, read.shape[2:]).unflatten(0, (-1, groups)).flatten(1, 2)
         y = F.conv2d(part, self.memory.right.t()[:, :, None, None], self.bias, groups=groups)
         if self.residual is not None:
-            scaled = padded * composition.residual_N.to(padded.dtype)[:, None, None, None]
-            y = y + F.conv2d(scaled, self.residual, None, *self._window(), groups)
+            rest = F.conv2d(padded, self.residual, None, *self._window(), groups)
+            y = torch.addcmul(y, rest, composition.residual_N.to(y.dtype)[:, None, None, None])
         return y
+
+    def _by_kernel(self, padded: Tensor, composition: Composition) -> Tensor:
+        """One convolution, in which every image is a group with a kernel of its own: faster where kernels are small."""
+        kernel_NIO = self._programs(composition, based=False).to(padded.dtype)
+        kernel = kernel_NIO.transpose(1, 2).reshape(-1, self.in_channels // self.groups, *self.kernel_size)
+        images = padded.shape[0]
+        y = F.conv2d(padded.flatten(0, 1)[None], kernel, None, *self._window(), self.groups * images)
+        y = y.unflatten(1, (images, self.out_channels)).squeeze(0)
+        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
 
     def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """The dense kernel of each image, (B, in_channels / groups * kernel height * width, out_channels).
@@ -292,21 +318,26 @@ class Conv2d(ProgramLayer):
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the images in factored form."""
-        control = self.given(control)
-        reads = control is None and self.controller_sees == "read"
-        return self._composition(x, control, self._read(x)[1] if reads else None)
+        return self._composition(x, control, self._padded(x), None)
 
-    def _composition(self, x: Tensor, control: Tensor | None, read: Tensor | None) -> Composition:
-        self.check(x, -3, self.in_channels)
+    def _composition(self, x: Tensor, control: Tensor | None, padded: Tensor, read: Tensor | None) -> Composition:
         control = self.given(control)
         if control is None:
-            control = x.mean((-2, -1))
-            if self.controller_sees == "read":
-                control = read.unflatten(0, (-1, self.groups)).mean((1, 3, 4)).reshape(*x.shape[:-3], self.slots)
+            control = self._average(padded, read) if self.controller_sees == "read" else x.mean((-2, -1))
+            control = control.reshape(*x.shape[:-3], self.control_features)
         self.check(control, -1, self.control_features, "control")
         if control.shape[:-1] != x.shape[:-3]:
             raise ValueError(f"control gives {tuple(control.shape[:-1])} programs for a batch of {tuple(x.shape[:-3])}")
         return self.compose(control.reshape(-1, self.control_features))
+
+    def _average(self, padded: Tensor, read: Tensor | None) -> Tensor:
+        """The average of the left responses over positions and groups, (B, slots)."""
+        if read is not None:
+            return read.unflatten(0, (-1, self.groups)).mean((1, 3, 4))
+        if self.padding_mode == "zeros":
+            padded = F.pad(padded, self._sides)
+        patch = functional.average_patch(padded, self.kernel_size, self.stride, self.dilation)
+        return F.linear(patch.unflatten(1, (self.groups, -1)).mean(1).flatten(1), self.memory.left)
 
     def extra_repr(self) -> str:
         return (

@@ -64,6 +64,8 @@ class ProgramLayer(Conditional):
 
     store = "memory"
     wants: ClassVar = {"orthogonality": 0.1}
+    size = "slots"
+    spatial = False  # whether a program serves every position of an image
     residual: nn.Parameter | None
     integration_weight: nn.Parameter | None
     integration_bias: nn.Parameter | None
@@ -80,7 +82,7 @@ class ProgramLayer(Conditional):
         control: tuple[int | None, int],
         bias: bool,
         *,
-        slots: int,
+        slots: int | None,
         heads: int,
         steps: int,
         key_dim: int,
@@ -96,14 +98,18 @@ class ProgramLayer(Conditional):
         dtype,
     ):
         super().__init__()
+        if memory is not None and not isinstance(memory, ProgramMemory):
+            raise TypeError(f"memory takes an nc.ProgramMemory, got a {type(memory).__name__}")
+        if slots is None:
+            if memory is None:
+                raise TypeError("give slots=, the number of singular programs in memory, e.g. slots=30; or memory=")
+            slots = memory.slots
         given, own = control  # the width asked for, and that of the input
         self.controller_sees = self._check_sight(controller_sees, given)
         check_sizes(slots=slots, heads=heads, steps=steps, key_dim=key_dim)
         control_features = self.look_at(given, slots if controller_sees == "read" else own)
         if rules is not None and not isinstance(rules, Rules):
             raise TypeError(f"rules takes an nc.Rules, got {rules!r}; did you mean compat='authors'?")
-        if memory is not None and not isinstance(memory, ProgramMemory):
-            raise TypeError(f"memory takes an nc.ProgramMemory, got a {type(memory).__name__}")
         if not isinstance(bias, bool):
             raise TypeError(f"bias must be True or False, got {bias!r}")
         if not 0 <= least_used <= slots:
@@ -199,6 +205,10 @@ class ProgramLayer(Conditional):
         """
         self.base = base
         initialise.add_nothing(self)
+
+    def become(self, old: nn.Linear | nn.Conv2d) -> None:
+        """Start as `old` for every input, where there is a residual program to hold what the memory does not."""
+        initialise.as_before(self, old)
 
     def options(self) -> dict[str, Any]:
         names = ("slots", "heads", "steps", "key_dim", "least_used", "sharpness")
@@ -314,14 +324,18 @@ class ProgramLayer(Conditional):
         """The programs of the inputs in factored form."""
         raise NotImplementedError
 
-    def _programs(self, composition: Composition) -> Tensor:
-        """The dense working programs (N, I, O): for looking and testing."""
+    def composed(self, composition: Composition) -> Tensor:
+        """The dense composed programs (N, I, O), without what is residual or base."""
         core_NPP = composition.core()
         left, right = self.memory.left.to(core_NPP.dtype), self.memory.right.to(core_NPP.dtype)
-        program_NIO = left.t() @ core_NPP @ right * self.gain
+        return left.t() @ core_NPP @ right * self.gain
+
+    def _programs(self, composition: Composition, based: bool = True) -> Tensor:
+        """The dense working programs (N, I, O), with the base's weight if there is one."""
+        program_NIO = self.composed(composition)
         if composition.residual_N is not None:
             program_NIO = program_NIO + composition.residual_N[:, None, None] * self.residual.flatten(1).t()
-        return program_NIO if self.base is None else program_NIO + self.base.weight.flatten(1).t()
+        return program_NIO if self.base is None or not based else program_NIO + self.base.weight.flatten(1).t()
 
     def own_dtype(self) -> torch.dtype:
         return self.memory.left.dtype

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from neurocoder import sizing
 from neurocoder.conditional import SHAPES, Conditional
 from neurocoder.functional import Rules
 from neurocoder.layers import Conv2d, Linear
@@ -32,21 +33,29 @@ def recode(
     layer: type[Conditional] = Linear,
     *,
     base: Literal["replace", "frozen"] = "replace",
+    parameters: int | None = None,
     **options: Any,
 ) -> list[str]:
     """Replace layers of `model` by conditional ones, in place, and return the names of the replaced layers.
+
+    `nc.recode(model, "*")` with no other word is a good start: where `slots` is not given, they are chosen for each
+    layer, and heads, controller and residual program with them, so that the network grows by at most 15% and starts
+    as what it was, trained or fresh. `nc.sizes(model)` shows what became of the size of each layer.
 
     Everything is checked, and every new layer built, before anything is changed. Make the optimiser afterwards: one
     made before trains the old parameters.
 
     Args:
         where: a glob pattern over module names ("classifier.*"; `*` crosses dots), several of them, or a predicate of
-            name and module. `nn.Linear` and `nn.Conv2d` layers can be replaced.
+            name and module. `nn.Linear` and `nn.Conv2d` layers can be replaced. A pattern with a wildcard leaves out
+            what cannot be replaced, with a warning that says why; a name is an error.
         layer: the class of the new layers: `nc.Linear`, one of `nc.peers`, `nc.modular.Linear` or an `nc.Conditional`
             of your own. With `nc.Linear` and `nc.modular.Linear`, a convolution becomes the `Conv2d` beside it.
-        base: "replace" starts afresh, whatever the old layer had learned; "frozen" keeps the trained layer, frozen, and
-            adds the composed program to its output, or modulates it (FiLM, HyperLinear), or adds a product of low rank
-            (LowRank): the network starts as exactly the one it was.
+        base: "replace" starts afresh where `slots` is given, whatever the old layer had learned; "frozen" keeps the
+            trained layer, frozen, and adds the composed program to its output, or modulates it (FiLM, HyperLinear), or
+            adds a product of low rank (LowRank): the network starts as exactly the one it was.
+        parameters: how many the network is to have. Chooses, for all layers alike, the option that decides the size of
+            `layer` (slots, experts, programs, hidden, modules, rank), so that the network comes as near as it can.
         options: for the constructor, e.g. slots=30. Bias, device and dtype are those of the layer replaced.
     """
     if not isinstance(model, nn.Module):
@@ -56,22 +65,60 @@ def recode(
     if isinstance(model, DistributedDataParallel):
         raise TypeError("recode the model before it is wrapped in DistributedDataParallel, which holds its parameters")
     _check_options(layer, options)
-    chosen = _choose(model, where)
-    trained = [name for name, old in chosen.items() if base == "replace" and _looks_trained(old)]
-    new = {old: build(old, layer, base, options) for old in chosen.values()}
+    chosen, left_out = _choose(model, where)
+    each = _options(model, chosen, layer, base, parameters, options)
+    left_out |= {name: "too small to hold programs in a network of this size" for name in chosen if name not in each}
+    new, trained = {}, []
+    for name, own in each.items():
+        old = chosen[name]
+        new[old] = build(old, layer, base, own)
+        if "slots" not in options and isinstance(new[old], ProgramLayer) and own.get("residual") and base == "replace":
+            new[old].become(old)
+        elif base == "replace" and _looks_trained(old):
+            trained.append(name)
     swap(model, new)
     freeze_bases(new.values())
+    if left_out:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        warnings.warn(f"recode left these layers as they were: {reasons}", stacklevel=2)
     if trained:
         warnings.warn(
             f"recode started afresh although these weights seem to have been trained: {', '.join(trained)}; "
             "base='frozen' keeps trained weights",
             stacklevel=2,
         )
-    return list(chosen)
+    return list(each)
 
 
-def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str, Any]) -> Conditional:
-    """The conditional layer that takes the place of `old`: same shape, device, dtype and mode."""
+def _options(
+    model: nn.Module, chosen: dict[str, nn.Module], layer: type[Conditional], base: str, parameters: int | None,
+    options: dict[str, Any],
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """The options of each layer, with its size chosen where it is not given."""
+
+    def meta(old: nn.Module, own: dict[str, Any]) -> Conditional:
+        return build(old, layer, base, own, device="meta")
+
+    unsaid = issubclass(layer, ProgramLayer) and options.get("slots") is None and options.get("memory") is None
+    if unsaid and parameters is None:
+        if options.get("residual", True) or base == "frozen":
+            found = sizing.choose(model, chosen, options, base == "frozen", meta)
+            if not found:
+                raise ValueError(
+                    f"the network is too small to choose slots by itself: with {sizing.count(unwrap(model)):,} "
+                    f"parameters it would grow by more than {sizing.ROOM:.0%}. Give slots=, e.g. slots=4"
+                )
+            return found
+        parameters = sizing.count(unwrap(model))
+    if parameters is not None:
+        options = sizing.match(model, chosen, layer, options, parameters, meta)
+    return dict.fromkeys(chosen, options)
+
+
+def build(
+    old: nn.Module, layer: type[Conditional], base: str, options: dict[str, Any], device: Any = None
+) -> Conditional:
+    """The conditional layer that takes the place of `old`: same shape, device (if none is given), dtype and mode."""
     options = dict(options)
     if isinstance(old, nn.Conv2d) and layer.convolution is not None:
         layer = layer.convolution
@@ -79,9 +126,10 @@ def build(old: nn.Module, layer: type[Conditional], base: str, options: dict[str
         raise TypeError(f"an nn.{type(old).__name__} cannot become an {layer.name()}")
     if base == "frozen" and issubclass(layer, ProgramLayer):
         _frozen_options(options)
-    options |= {"device": old.weight.device, "dtype": old.weight.dtype}
+    options |= {"device": device or old.weight.device, "dtype": old.weight.dtype}
     options["bias"] = old.bias is not None and base == "replace"  # a frozen base keeps its own
     new = layer(**{name: getattr(old, name) for name in SHAPES[layer.replaces]}, **options)
+    new.replaced = sizing.count(old)
     if base == "frozen":
         new.adopt(old)
     before = _before(old)
@@ -149,41 +197,52 @@ def _check_options(layer: type[Conditional], options: dict[str, Any]) -> None:
             raise TypeError(f"{layer.__name__} has no option {name!r}; did you mean {near[0]}?")
 
 
-def _choose(model: nn.Module, where: Where) -> dict[str, nn.Module]:
-    """The modules to replace, by the first name of each."""
+def _choose(model: nn.Module, where: Where) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The modules to replace, by the first name of each; and why others that a wildcard matches are left out."""
     if isinstance(unwrap(model), REPLACEABLE):
         raise ValueError(
             "the model is itself the layer: build an nc.Linear or nc.Conv2d, or put it into an nn.Sequential"
         )
-    modules = _outside_conditional_layers(model)
+    modules, recoded = _outside_conditional_layers(model)
     first = {module: name for name, module in reversed(modules.items())}
+    named = {*modules}
     if callable(where):
         chosen = {name: module for name, module in modules.items() if where(name, module)}
     elif isinstance(where, str | Iterable):
         patterns = [where] if isinstance(where, str) else [*where]
-        chosen = {name: module for pattern in patterns for name, module in _match(pattern, modules).items()}
+        named = {name for name in modules if name in patterns}
+        chosen = {name: module for pattern in patterns for name, module in _match(pattern, modules, recoded).items()}
     else:
         raise TypeError(f"where is a pattern such as '2', several of them, or a predicate; got {where!r}")
     if not chosen:
         raise ValueError("nothing was chosen: " + ("the predicate is never true" if callable(where) else "no pattern"))
     chosen = {first[module]: module for module in chosen.values()}
-    refuse = refusal(model)
+    named = {first[modules[name]] for name in named}
+    refuse, left_out = refusal(model), {}
     for name, module in chosen.items():
-        refuse(name, module)
-    return chosen
+        try:
+            refuse(name, module)
+        except (TypeError, ValueError) as error:
+            if name in named or len(left_out) == len(chosen) - 1:
+                raise
+            left_out[name] = str(error)
+    return {name: module for name, module in chosen.items() if name not in left_out}, left_out
 
 
-def _outside_conditional_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules by all their names, but for those inside of layers that are re-coded already."""
-    model, found = unwrap(model), {}
+def _outside_conditional_layers(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+    """All modules by all their names, but for layers that are re-coded already and what is inside; and their names."""
+    model, found, recoded = unwrap(model), {}, []
     inside = {part for module in model.modules() if isinstance(module, Conditional) for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
+        name = name.replace("_orig_mod.", "")
         if name and module not in inside:
-            found[name.replace("_orig_mod.", "")] = unwrap(module)
-    return found
+            found[name] = unwrap(module)
+        elif isinstance(module, Conditional):
+            recoded.append(name)
+    return found, recoded
 
 
-def _match(pattern: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _match(pattern: str, modules: dict[str, nn.Module], recoded: list[str]) -> dict[str, nn.Module]:
     found = {name: module for name, module in modules.items() if fnmatchcase(name, str(pattern))}
     layers: dict[str, nn.Module] = {n: module for n, module in found.items() if isinstance(module, REPLACEABLE)}
     if layers:
@@ -191,6 +250,9 @@ def _match(pattern: str, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     candidates = [name for name, module in modules.items() if isinstance(module, REPLACEABLE)]
     near = get_close_matches(str(pattern), candidates, n=5, cutoff=0.0)
     hint = f"the nearest that can be replaced: {', '.join(near)}" if near else "there is none left to replace"
+    again = [name for name in recoded if fnmatchcase(name, str(pattern))]
+    if again:
+        raise ValueError(f"{pattern!r} matches only what is re-coded already ({', '.join(again[:5])}); {hint}")
     if not found:
         raise ValueError(f"no module matches {pattern!r}; {hint}")
     kinds = sorted({type(module).__name__ for module in found.values()})

@@ -29,6 +29,7 @@ class Modular(Conditional):
 
     home = "nc.modular"
     store = "pool"
+    size = "modules"
     _route: Route | None = None
     _told = False  # that nothing trains the controller
     controller: nn.Module
@@ -75,6 +76,10 @@ class Modular(Conditional):
             "dispatch": self.dispatch,
             **self.control_option(),
         }
+
+    def plain_size(self) -> int:
+        each = sum(p.numel() for p in self.pool[0].parameters())
+        return each * self.choices if self.combine == "concatenate" else each
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Modules (..., K, k) for logits (..., K * M), and their weights where they are mixed (Eq. 2)."""

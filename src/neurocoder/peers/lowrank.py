@@ -32,6 +32,7 @@ class LowRank(Peer):
         base: with base="frozen", the trained layer: y = base(x) + x A B, where B starts at zero.
     """
 
+    size = "rank"
     bias: nn.Parameter | None
 
     def __init__(

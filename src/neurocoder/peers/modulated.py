@@ -20,6 +20,7 @@ class Modulated(Peer):
         scales, shifts: how many the network generates.
     """
 
+    size = "hidden"
     _adopted = False
 
     def __init__(

@@ -51,6 +51,7 @@ class MixtureOfExperts(Peer):
     """
 
     wants: ClassVar = {"balance": 0.1}
+    size = "experts"
 
     def __init__(
         self,

@@ -33,6 +33,8 @@ class StoredProgramMemory(Peer):
         control_features: width of `control`, where the query and its strength look at something other than x.
     """
 
+    size = "programs"
+
     def __init__(
         self,
         in_features: int,
