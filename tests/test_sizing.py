@@ -132,6 +132,8 @@ def test_options_beside_chosen_slots():
     model = nn.Sequential(nn.Linear(512, 512))
     nc.recode(model, "*", heads=3, steps=2, least_used=1)
     assert (model[0].heads, model[0].steps, model[0].residual is not None) == (3, 2, True)
+    nc.recode(many := nn.Sequential(nn.Linear(512, 512)), "*", heads=1, steps=2, least_used=10)
+    assert many[0].slots >= 10
     afresh = nn.Sequential(nn.Linear(128, 128))
     nc.recode(afresh, "*", residual=False)  # nothing holds the old weight: as large as it was
     assert abs(count(afresh) / count(nn.Linear(128, 128)) - 1) < 0.05

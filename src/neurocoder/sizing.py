@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,10 +12,10 @@ from neurocoder.conditional import Conditional
 from neurocoder.functional import BANKS, Rules
 from neurocoder.trace import named_modules, unwrap
 
-ROOM = 0.14  # by which share a network may grow where nobody says how large its layers are
+ROOM = 0.149  # by which share a network may grow where nobody says how large its layers are
 LARGE = 10_000  # a layer of so many parameters keeps `ENOUGH` slots while there are others to shrink
 ENOUGH = 8
-SLOTS = (16, 12, 8, 6, 4, 3, 2)  # with one slot there is nothing to choose
+SIZES = ((16, 8), (12, 6), (8, 4), (8, 2), (6, 3), (4, 2), (3, 1), (2, 1))  # slots and heads; one slot is no choice
 MISSED = 0.05  # a network that comes no nearer to the parameters asked for: somebody should know
 
 Options = dict[str, Any]
@@ -27,9 +27,10 @@ def count(*modules: nn.Module) -> int:
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
-def defaults(slots: int, given: Options, frozen: bool) -> Options:
-    """The options of a layer of so many slots where nobody gave them: small, and able to start as the old layer."""
-    own: Options = {"slots": slots, "heads": max(1, slots // 2), "residual": not frozen}
+def defaults(size: tuple[int, int], given: Options, frozen: bool) -> Options:
+    """The options of a layer of so many slots and heads: small, and able to start as the old layer."""
+    slots, heads = size
+    own: Options = {"slots": slots, "heads": heads, "key_dim": min(5, slots), "residual": not frozen}
     if given.get("control_features") is None:
         own["controller_sees"] = "read"
     if given.get("compat") is None:
@@ -43,22 +44,21 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     Where there is too little, that layer shrinks which frees most; what does not fit with two slots is left out.
     """
     room = ROOM * count(unwrap(model))
-    steps = {name: [*_candidates(old)] for name, old in layers.items()}
+    steps = {name: _candidates(old, given.get("least_used", 0)) for name, old in layers.items()}
     own = {name: count(old) for name, old in layers.items()}
-    kept: dict[tuple[str, int], int] = {}
+    kept: dict[tuple[str, tuple[int, int]], int] = {}
 
     def grows(name: str, place: int = 0) -> int:
-        slots = steps[name][place]
-        if (name, slots) not in kept:
-            new = build(layers[name], defaults(slots, given, frozen))
-            kept[name, slots] = count(new) - own[name]
-        return kept[name, slots]
+        key = name, steps[name][place]
+        if key not in kept:
+            kept[key] = count(build(layers[name], defaults(key[1], given, frozen))) - own[name]
+        return kept[key]
 
     def may_shrink(name: str) -> int:
         """2: gladly; 1: if it must be; 0: not at all."""
         if len(steps[name]) == 1:
             return 0
-        return 1 if own[name] >= LARGE and steps[name][1] < ENOUGH else 2
+        return 1 if own[name] >= LARGE and steps[name][1][0] < ENOUGH else 2
 
     while steps and sum(map(grows, steps)) > room:
         how = max(map(may_shrink, steps))
@@ -70,15 +70,14 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     return {name: defaults(places[0], given, frozen) for name, places in steps.items()}
 
 
-def _candidates(old: nn.Module) -> Iterator[int]:
-    """Numbers of slots that make sense, largest first: no more than inputs. Every group of a convolution reads all of
-    them at every position, so there a quarter of its outputs: that is the time it adds."""
+def _candidates(old: nn.Module, least: int) -> list[tuple[int, int]]:
+    """Slots and heads that make sense, largest first: no more slots than inputs. Every group of a convolution reads all
+    of them at every position, so there a quarter of its outputs: that is the time it adds."""
     most = old.weight[0].numel()
     if isinstance(old, nn.Conv2d):
-        most = min(
-            most, max(ENOUGH if old.groups == 1 and count(old) >= LARGE else 0, old.out_channels // old.groups // 4)
-        )
-    return (slots for slots in SLOTS if slots <= max(most, SLOTS[-1]))
+        enough = ENOUGH if old.groups == 1 and count(old) >= LARGE else 0
+        most = min(most, max(enough, old.out_channels // old.groups // 4))
+    return [size for size in SIZES if least <= size[0] <= max(most, least, SIZES[-1][0])] or [(least, 1)]
 
 
 def match(
