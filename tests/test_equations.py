@@ -11,7 +11,9 @@ import neurocoder as nc
 from tests import reference
 from tests.strategies import options, shake
 
-TOLERANCE = 1e-9  # float64 keeps 16 digits; sums of a few hundred terms lose at most six of them here
+# float64 keeps 16 digits; sums of a few hundred terms lose six of them at most, and the derivative of the cosine of keys
+# of one number, a difference of nearly equal ones, another
+TOLERANCE = 1e-8
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
