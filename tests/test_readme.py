@@ -16,7 +16,7 @@ def test_the_readme_runs(tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(compile(block, README.name, "exec"), scope)
     assert "effective_rank" in capsys.readouterr().out
-    assert scope["fresh"][2].memory.slots == 30
+    assert scope["fresh"][2].memory.slots == scope["model"][2].memory.slots
 
 
 def test_the_guide_to_continual_learning_runs(capsys):

@@ -211,9 +211,10 @@ def test_the_table_of_sizes():
 def test_a_memory_knows_its_slots():
     first = nc.Linear(6, 5, slots=3)
     assert nc.Linear(6, 5, memory=first.memory).slots == 3
-    model = nn.Sequential(nn.Linear(6, 5))
-    nc.recode(model, "0", memory=first.memory)
+    model, left = nn.Sequential(nn.Linear(6, 5)), first.memory.left.detach().clone()
+    nc.recode(model, "0", memory=first.memory, residual=True)
     assert model[0].memory is first.memory
+    assert torch.equal(first.memory.left, left)  # somebody else's: not made the old layer's
     with pytest.raises(TypeError, match="give slots="):
         nc.Linear(6, 5)
 
@@ -252,6 +253,21 @@ def test_a_kernel_for_each_image_gives_what_its_factors_give(inputs, outputs, ke
     read = F.conv2d(x, torch.ones(1, inputs, 3, 3, dtype=x.dtype), stride=2).mean((1, 2, 3))
     patch = nc.functional.average_patch(x, (3, 3), (2, 2), (1, 1))
     torch.testing.assert_close(patch.sum((1, 2, 3)), read)
+
+
+def test_kernels_for_each_image_under_vmap():
+    torch.manual_seed(0)
+    layer = nc.Conv2d(3, 4, 3, slots=2, residual=True, dtype=torch.float64)
+    x, parameters = torch.randn(3, 3, 5, 5, dtype=torch.float64), dict(layer.named_parameters())
+    buffers = dict(layer.named_buffers())
+
+    def loss(parameters, image):
+        return torch.func.functional_call(layer, (parameters, buffers), (image[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    layer(x).square().sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(each[name].sum(0), parameter.grad)
 
 
 def test_small_kernels_are_made_whole():

@@ -66,15 +66,17 @@ def recode(
         raise TypeError("recode the model before it is wrapped in DistributedDataParallel, which holds its parameters")
     _check_options(layer, options)
     chosen, left_out = _choose(model, where)
-    each = _options(model, chosen, layer, base, parameters, options)
+    said = (options.get("slots"), options.get("memory"), parameters)
+    unsaid = issubclass(layer, ProgramLayer) and all(word is None for word in said)
+    each = _options(model, chosen, layer, base, unsaid, parameters, options)
     left_out |= {name: "too small to hold programs in a network of this size" for name in chosen if name not in each}
-    new, trained = {}, []
-    for name, own in each.items():
-        old = chosen[name]
-        new[old] = build(old, layer, base, own)
-        if "slots" not in options and isinstance(new[old], ProgramLayer) and own.get("residual") and base == "replace":
-            new[old].become(old)
-        elif base == "replace" and _looks_trained(old):
+    new = {chosen[name]: build(chosen[name], layer, base, own) for name, own in each.items()}
+    trained = []
+    for name in each if base == "replace" else ():
+        old, made = chosen[name], new[chosen[name]]
+        if unsaid and isinstance(made, ProgramLayer) and made.residual is not None:
+            made.become(old)
+        elif _looks_trained(old):
             trained.append(name)
     swap(model, new)
     freeze_bases(new.values())
@@ -84,23 +86,22 @@ def recode(
     if trained:
         warnings.warn(
             f"recode started afresh although these weights seem to have been trained: {', '.join(trained)}; "
-            "base='frozen' keeps trained weights",
+            "base='frozen' keeps trained weights, and so does a recode without slots=",
             stacklevel=2,
         )
     return list(each)
 
 
 def _options(
-    model: nn.Module, chosen: dict[str, nn.Module], layer: type[Conditional], base: str, parameters: int | None,
-    options: dict[str, Any],
+    model: nn.Module, chosen: dict[str, nn.Module], layer: type[Conditional], base: str, unsaid: bool,
+    parameters: int | None, options: dict[str, Any],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The options of each layer, with its size chosen where it is not given."""
 
     def meta(old: nn.Module, own: dict[str, Any]) -> Conditional:
         return build(old, layer, base, own, device="meta")
 
-    unsaid = issubclass(layer, ProgramLayer) and options.get("slots") is None and options.get("memory") is None
-    if unsaid and parameters is None:
+    if unsaid:
         if options.get("residual", True) or base == "frozen":
             found = sizing.choose(model, chosen, options, base == "frozen", meta)
             if not found:
