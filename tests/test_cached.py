@@ -165,3 +165,26 @@ def test_few_rows_take_the_lean_way_and_a_wrong_one_would_show(monkeypatch):
     torch.testing.assert_close(layer(x), wanted)
     with torch.no_grad(), pytest.raises(ValueError, match=r"x of shape \(\.\.\., 6\), got \(2, 7\)"):
         layer(torch.randn(2, 7))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimiser_is_seen(kind, fused):
+    network, x = nn.Sequential(nc.Linear(6, 4, slots=3, heads=2)), torch.randn(5, 6)
+    optimiser = kind(network.parameters(), lr=0.1, fused=fused)
+    with nc.cached(network):
+        with torch.no_grad():
+            network(x)
+        network(x).square().sum().backward()
+        optimiser.step()
+        with torch.no_grad():
+            y = network(x)
+    with torch.no_grad():
+        torch.testing.assert_close(y, network(x))
+
+
+def test_a_stored_model_keeps_nothing():
+    network = nc.Linear(6, 4, slots=3)
+    with nc.cached(network):
+        assert copy.deepcopy(network)._kept is None
+        assert network._kept.__reduce__() == (type(None), ())

@@ -11,8 +11,8 @@ import neurocoder as nc
 from tests import reference
 from tests.strategies import options, shake
 
-# float64 keeps 16 digits; sums of a few hundred terms lose six of them at most, and the derivative of the cosine of keys
-# of one number, a difference of nearly equal ones, another
+# float64 keeps 16 digits; sums of a few hundred terms lose six of them at most, and the derivative of the cosine of
+# keys of one number, a difference of nearly equal ones, another
 TOLERANCE = 1e-8
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from neurocoder.program import ProgramLayer
@@ -47,8 +48,12 @@ class Kept:
         parts = (layer._parameters, layer._buffers, layer.memory._parameters, layer.controller._parameters)
         return [tensor for held in parts for tensor in held.values() if tensor is not None]
 
-    def __deepcopy__(self, memo: dict) -> None:
-        """A copy of a layer keeps nothing."""
+    def forget(self) -> None:
+        self.made = {}
+
+    def __reduce__(self) -> tuple:
+        """A copy of a layer keeps nothing, nor does one that is stored."""
+        return type(None), ()
 
 
 def watched() -> bool:
@@ -62,8 +67,9 @@ def cached(model: nn.Module) -> Iterator[None]:
 
     For inference: it acts where gradients are off (`torch.no_grad`, `torch.inference_mode`). Elsewhere, and under
     `torch.compile` and `torch.func`, layers compute as they always do. Results are those without it: a parameter that
-    was written to, moved or replaced is noticed at the next call, and what came of it made anew. One thing cannot be
-    noticed, a write through `.data` (`p.data.copy_(...)`): leave the block first.
+    was written to, moved or replaced is noticed at the next call, and what came of it made anew; so is a step of any
+    optimiser of `torch.optim`. What PyTorch itself does not count cannot be noticed, such as a write through `.data`
+    (`p.data.copy_(...)`), through NumPy, or by another process: leave the block first.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"cached takes an nn.Module, got {type(model).__name__}")
@@ -72,8 +78,11 @@ def cached(model: nn.Module) -> Iterator[None]:
     kept = [Kept(layer) for layer in layers]
     for layer, own in zip(layers, kept, strict=True):
         layer._kept = own
+    # fused optimisers write to parameters without raising their versions
+    stepped = register_optimizer_step_post_hook(lambda *_: [own.forget() for own in kept] and None)
     try:
         yield
     finally:
+        stepped.remove()
         for layer, before in zip(layers, outer, strict=True):
             layer._kept = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import singledispatch
 from math import log
 from typing import Any
@@ -250,8 +250,10 @@ def _programs(record: Attention, layer: ProgramLayer) -> ProgramDiagnosis:
 
 @_diagnose.register
 def _mixture(record: Mixture, layer: Conditional) -> RoutingDiagnosis:
-    used = record.weights.argmax(-1) if record.chosen is None else record.chosen
-    return _routing(_common(record, layer), used)
+    common = _common(record, layer)
+    if record.chosen is None:  # all parts are computed: none is dead that weighs something
+        return replace(_routing(common, record.weights.argmax(-1)), dead=common["dead"])
+    return _routing(common, record.chosen)
 
 
 @_diagnose.register

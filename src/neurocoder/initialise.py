@@ -34,7 +34,7 @@ _COMPOSED_BESIDE_RESIDUAL = 0.1  # its share of a fresh nn.Linear's variance
 _INPUT_STD = 0.5  # of the recurrent controller's signal from standard normal input
 _RECURRENT_GAIN = 8.0  # of the candidate's orthogonal recurrence, for one head; several heads differ by themselves
 _SHARED = 0.1  # of the controller's weights, where a program serves every position of an image
-_PRINCIPAL = 0.28  # of the squared norm of an old weight: what the memory takes over of it
+_COMPOSED = 0.28  # the squared norm of what is composed at first, over that of an old weight
 _PROBES = 256
 _ALIKE, _DRAWS = 0.85, 8  # components more alike than that, as few slots may have by chance, are drawn again
 
@@ -83,8 +83,8 @@ def add_nothing(layer: ProgramLayer) -> None:
 
 @torch.no_grad()
 def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
-    """Start as `old`, for every input: controller and gates say the same of all inputs, by their biases, the memory
-    holds the principal singular vectors of the old weight, and the residual program is the rest of it."""
+    """Start as `old`, for every input: controller and gates say the same of all inputs, by their biases, and the residual
+    program is the old weight less the one program that is composed for all. What was frozen stays so."""
     if layer.gain.is_meta or layer.residual is None:
         return
     memory, controller = layer.memory, layer.controller
@@ -100,12 +100,13 @@ def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
     composition = layer.compose(layer.gain.new_zeros(1, layer.control_features))
     composed_OI = layer.composed(composition)[0].t().to(dtype)
     norm = old_OI.norm().clamp_min(0.1 * sqrt(len(old_OI) / 3))  # that of a fresh weight, lest one of zeros stay dead
-    factor = sqrt(_PRINCIPAL) * norm / composed_OI.norm()
-    layer.gain.mul_(factor)
-    rest_OI = (old_OI - factor * composed_OI) / composition.residual_N.to(dtype)
+    layer.gain.mul_(sqrt(_COMPOSED) * norm / composed_OI.norm())
+    composed_OI = layer.composed(composition)[0].t().to(dtype)  # with the gain as it was rounded
+    rest_OI = (old_OI - composed_OI) / composition.residual_N.to(dtype)
     layer.residual.copy_(rest_OI.view_as(layer.residual))
+    layer.residual.requires_grad_(old.weight.requires_grad)
     if layer.bias is not None:
-        layer.bias.copy_(old.bias)
+        layer.bias.copy_(old.bias).requires_grad_(old.bias.requires_grad)
 
 
 def _probe(layer: ProgramLayer) -> Composition:

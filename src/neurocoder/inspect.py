@@ -49,13 +49,14 @@ def auxiliary(model: nn.Module, **weights: float) -> Tensor:
     stores = {getattr(layer, layer.store): None for layer in layers.values() if layer.store is not None}
     for owner in (*layers.values(), *(store for store in stores if hasattr(store, "auxiliary"))):
         for kind, term in owner.auxiliary().items():
-            found.setdefault(kind, []).append(term)
-    weights = kinds | weights
-    for kind in weights:
+            proposed = getattr(owner, "wants", kinds).get(kind, kinds.get(kind, 1.0))
+            weight = weights.get(kind, proposed)
+            found.setdefault(kind, []).extend([weight * term] if weight else [])
+    for kind, weight in (kinds | weights).items():
         late = [name for name, layer in layers.items() if kind in layer.wants and layer.training]
-        if weights[kind] and late and kind not in found and torch.is_grad_enabled():
+        if weight and late and kind not in found and torch.is_grad_enabled():
             raise ValueError(f"no {kind} loss: no forward in training mode since the last time: {', '.join(late)}")
-    return _total([weights[kind] * _total(terms) for kind, terms in found.items() if weights[kind]])
+    return _total([term for terms in found.values() for term in terms])
 
 
 def _total(terms: list[Tensor]) -> Tensor:

@@ -18,7 +18,8 @@ from neurocoder.functional import Rules
 from neurocoder.memory import ProgramMemory
 from neurocoder.program import Composition, ProgramLayer
 
-_SMALL_KERNEL = 65536  # numbers: as many images as a batch has need to fit into memory
+_SMALL_KERNEL = 65536  # numbers: as many kernels as a batch has images need to fit into memory
+_POSITIONS = 96  # a whole kernel is worth making where it has fewer numbers than so many times the positions it serves
 
 
 @register("Linear")
@@ -265,13 +266,18 @@ class Conv2d(ProgramLayer):
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         padded = self._padded(x)
-        whole = self._whole and not torch.compiler.is_compiling() and padded.shape[0] > 0
+        whole = self._whole and not torch.compiler.is_compiling() and self._serves_many(padded)
         read = None if whole else self._read(padded)
         composition = self._composition(x, control, padded, read)
         self._note(composition, x.shape[:-3])
         y = self._by_kernel(padded, composition) if read is None else self._by_factor(padded, read, composition)
         y = y if self.base is None else y + self.base(x)
         return y[0] if x.dim() == 3 else y
+
+    def _serves_many(self, padded: Tensor) -> bool:
+        """Whether there are images, with enough positions to pay for a kernel of their own."""
+        positions = padded.shape[2] * padded.shape[3] / (self.stride[0] * self.stride[1])
+        return padded.shape[0] > 0 and self.memory.in_features * self.out_channels <= _POSITIONS * positions
 
     def _padded(self, x: Tensor) -> Tensor:
         """What is convolved: with all padding but that of zeros."""

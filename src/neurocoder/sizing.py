@@ -15,7 +15,17 @@ from neurocoder.trace import named_modules, unwrap
 ROOM = 0.149  # by which share a network may grow where nobody says how large its layers are
 LARGE = 10_000  # a layer of so many parameters keeps `ENOUGH` slots while there are others to shrink
 ENOUGH = 8
-SIZES = ((16, 8), (12, 6), (8, 4), (8, 2), (6, 3), (4, 2), (3, 1), (2, 1))  # slots and heads; one slot is no choice
+SIZES = (
+    (16, 8),
+    (12, 6),
+    (8, 4),
+    (8, 2),
+    (8, 1),
+    (6, 3),
+    (4, 2),
+    (3, 1),
+    (2, 1),
+)  # slots and heads; one slot is no choice
 MISSED = 0.05  # a network that comes no nearer to the parameters asked for: somebody should know
 
 Options = dict[str, Any]
@@ -41,7 +51,8 @@ def defaults(size: tuple[int, int], given: Options, frozen: bool) -> Options:
 def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, frozen: bool, build: Build) -> dict:
     """Options for each layer such that the network grows by at most `ROOM`: as many slots as there is room for.
 
-    Where there is too little, that layer shrinks which frees most; what does not fit with two slots is left out.
+    Where there is too little, that layer shrinks which frees most. Small layers are left out before large ones have
+    fewer than `ENOUGH` slots, and what does not fit with two slots is left out, too.
     """
     room = ROOM * count(unwrap(model))
     steps = {name: _candidates(old, given.get("least_used", 0)) for name, old in layers.items()}
@@ -63,10 +74,11 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     while steps and sum(map(grows, steps)) > room:
         how = max(map(may_shrink, steps))
         able = [name for name in steps if may_shrink(name) == how]
-        if how:
+        small = [name for name in steps if own[name] < LARGE]
+        if how == 2 or (how == 1 and not small):
             steps[max(able, key=lambda name: grows(name) - grows(name, 1))].pop(0)
         else:
-            steps.pop(max(able, key=lambda name: grows(name) / own[name]))
+            steps.pop(max(small or able, key=lambda name: grows(name) / own[name]))
     return {name: defaults(places[0], given, frozen) for name, places in steps.items()}
 
 
