@@ -83,8 +83,8 @@ def add_nothing(layer: ProgramLayer) -> None:
 
 @torch.no_grad()
 def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
-    """Start as `old`, for every input: controller and gates say the same of all inputs, by their biases, and the residual
-    program is the old weight less the one program that is composed for all. What was frozen stays so."""
+    """Start as `old`, for every input: controller and gates say the same of all inputs, by their biases, and the
+    residual program is the old weight less the one program that is composed for all. What was frozen stays so."""
     if layer.gain.is_meta or layer.residual is None:
         return
     memory, controller = layer.memory, layer.controller
