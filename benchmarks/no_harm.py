@@ -205,7 +205,7 @@ def main(
         only: one network instead of all.
         rate: of Adam, for the GRU.
         rounds: of the timing; the figure is a ratio of medians.
-        out: also write the figures to this JSON file.
+        out: also write the figures to this JSON file; the rows of networks left out stay in it.
     """
     torch.set_num_threads(1)
     rows, pictures = [], None
@@ -213,13 +213,15 @@ def main(
         if name != "gru":
             pictures = pictures or Pictures()
         row = measure(name, Polynomials(rate) if name == "gru" else pictures, seeds, rounds)
-        rows.append(row)
+        rows.append(row | {"environment": source()})
         told = ", ".join(f"{kind} {row[kind]['mean']:.4g} ± {row[kind]['std']:.2g}" for kind in ("plain", "recoded"))
         told += f", off {row['off']['mean']:.4g}, held {row['held']['mean']:.4g}"
         told += f"; {row['parameters'] / row['plain parameters']:.3f} times the parameters, step {row['step']:.2f}"
         print(f"{name}: {told}; share {', '.join(f'{k} {v:.3f}' for k, v in row['share'].items())}", flush=True)
     if out is not None:
-        out.write_text(json.dumps({"environment": source(), "rows": rows}, indent=1) + "\n")
+        kept = json.loads(out.read_text())["rows"] if out.is_file() else []
+        found = {row["network"]: row for row in (*kept, *rows)}
+        out.write_text(json.dumps({"rows": [found[name] for name in NETWORKS if name in found]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
