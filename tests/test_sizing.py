@@ -161,6 +161,7 @@ KINDS = [
     (nc.peers.StoredProgramMemory, {}),
     (nc.peers.HyperLinear, {}),
     (nc.peers.FiLM, {}),
+    (nc.peers.LowRank, {}),
     (nc.modular.Linear, {"choices": 2}),
 ]
 

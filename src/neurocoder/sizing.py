@@ -40,7 +40,7 @@ def count(*modules: nn.Module) -> int:
 def defaults(size: tuple[int, int], given: Options, frozen: bool) -> Options:
     """The options of a layer of so many slots and heads: small, and able to start as the old layer."""
     slots, heads = size
-    own: Options = {"slots": slots, "heads": heads, "key_dim": min(5, slots), "residual": not frozen}
+    own: Options = {"slots": slots, "heads": heads, "key_dim": 5 if slots > 3 else slots, "residual": not frozen}
     if given.get("control_features") is None:
         own["controller_sees"] = "read"
     if given.get("compat") is None:
