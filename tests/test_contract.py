@@ -363,3 +363,17 @@ def test_a_file_older_than_an_option_means_its_default(tmp_path):
     nc.recode(other, "0", layer=StoredProgramMemory, programs=3, control_features=6)
     with pytest.raises(ValueError, match="of other options"):
         nc.load(other, file)
+
+
+def test_classes_may_be_words_and_wrong_use_is_said():
+    model = nn.Sequential(nn.Linear(6, 5))
+    nc.recode(model, "0", slots=3)
+    report = nc.diagnose(model, torch.randn(4, 6), by=["cat", "dog", "cat", "cat"])
+    assert {name: report.by[name]["0"].inputs for name in ("cat", "dog")} == {"cat": 3, "dog": 1}
+    with pytest.raises(TypeError, match="auxiliary takes an nn.Module"):
+        nc.auxiliary(3)
+    broken = nn.Sequential(nn.Linear(200, 200))
+    broken[0].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the weights of 0 are not finite"):
+        nc.recode(broken, "*")
+    assert type(broken[0]) is nn.Linear

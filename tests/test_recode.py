@@ -61,7 +61,7 @@ def test_what_matches_nothing_is_named_and_nothing_changes(where, message):
 
 def test_a_bad_option_changes_nothing():
     model = network()
-    with pytest.raises(ValueError, match="least_used must be between"):
+    with pytest.raises(ValueError, match="least_used must be a whole number between"):
         nc.recode(model, "*", slots=4, least_used=5)
     with pytest.raises(TypeError, match="has no option 'slotz'; did you mean slots"):
         nc.recode(model, "*", slotz=4)

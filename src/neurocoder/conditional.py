@@ -160,13 +160,15 @@ class Conditional(nn.Module):
 
     A subclass must define
         `__init__`: takes what the plain layer takes (see `replaces`), by keyword, and its own options after it:
-            `(in_features, out_features, bias=True, *, ..., device=None, dtype=None)`.
+            `(in_features, out_features, bias=True, *, ..., device=None, dtype=None)`; it keeps the former as attributes
+            of the same names (without `bias`).
         `options()`: the own options as they are now, fit for JSON, so that `load` can build the layer anew.
         `forward(x, control=None)`: where `self.watched`, it calls `self.record` with an `nc.Mixture` (weights of
             parts), `nc.Choice`, `nc.Modulation`, or an `nc.Record` of its own that defines `use()`.
 
     It may define
-        `wants` and `auxiliary()`: losses to be added to the task's, for `nc.auxiliary`.
+        `wants` and `auxiliary()`: losses to be added to the task's, for `nc.auxiliary`. What a forward keeps for it
+            must not be part of a copy (`__getstate__`): a tensor with a graph cannot be copied.
         `adopt(base)`: for `recode(..., base="frozen")`.
 
     For a control it calls `look_at` in `__init__`, and `arrange` and `spread` in `forward` (a convolution: `given`).

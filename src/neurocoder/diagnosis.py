@@ -178,8 +178,8 @@ def diagnose(model: nn.Module, batch: Any, by: Tensor | Sequence | None = None) 
 
     Args:
         batch: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        by: a label for each input, (B,), or for each of its time steps, (B, T): `report.by[label]` then is a report of
-            the inputs of that class.
+        by: a label for each input, (B,), or for each of its time steps, (B, T), numbers or a list of words:
+            `report.by[label]` then is a report of the inputs of that class.
     """
     layers = dict(conditional_layers(model))
     if not layers:
@@ -195,11 +195,12 @@ def diagnose(model: nn.Module, batch: Any, by: Tensor | Sequence | None = None) 
     whole = report(lambda record: record)
     if by is None:
         return whole
-    labels = torch.as_tensor(by)
+    words = sorted({*by}) if not isinstance(by, Tensor) and all(isinstance(label, str) for label in by) else []
+    labels = torch.as_tensor([words.index(label) for label in by] if words else by)
     for name, found in calls.items():
         for record in found:
             _check_labels(labels, name, record)
-    masks = {label: labels == label for label in labels.unique().tolist()}
+    masks = {words[label] if words else label: labels == label for label in labels.unique().tolist()}
     return Report(whole, {label: report(lambda record, mask=mask: record.where(mask)) for label, mask in masks.items()})
 
 

@@ -34,6 +34,8 @@ def auxiliary(model: nn.Module, **weights: float) -> Tensor:
     0.1) and those of classes of your own (`Conditional.wants`). Zero for a model that wants nothing, so that one
     training loop serves all. Losses of a forward are taken: run the model in training mode, then ask, once a step.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"auxiliary takes an nn.Module, got {type(model).__name__}")
     layers = dict(conditional_layers(model))
     kinds: dict[str, float] = {}
     for kind in (*KINDS.values(), *map(type, layers.values())):

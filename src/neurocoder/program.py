@@ -112,8 +112,8 @@ class ProgramLayer(Conditional):
             raise TypeError(f"rules takes an nc.Rules, got {rules!r}; did you mean compat='authors'?")
         if not isinstance(bias, bool):
             raise TypeError(f"bias must be True or False, got {bias!r}")
-        if not 0 <= least_used <= slots:
-            raise ValueError(f"least_used must be between 0 and slots={slots}, got {least_used}")
+        if type(least_used) is not int or not 0 <= least_used <= slots:
+            raise ValueError(f"least_used must be a whole number between 0 and slots={slots}, got {least_used!r}")
         if compat not in (None, "authors"):
             raise ValueError(f"compat must be None or 'authors', got {compat!r}")
         if compat and rules:
