@@ -305,36 +305,16 @@ def bench(
     measure(repeats, [*widths], compiled, out)
 
 
-def run_usage(experiment: tyro.conf.Positional[str]) -> None:
-    """Run one experiment, or go on with it: neurocoder run NAME --help.
+def _usage(command: str, about: str) -> Callable[[str], None]:
+    """What the overview of commands shows of one that is parsed once its experiment is known."""
 
-    Args:
-        experiment: one that neurocoder list shows.
-    """
+    def usage(experiment: tyro.conf.Positional[str]) -> None:
+        pass
 
-
-def sweep_usage(experiment: tyro.conf.Positional[str]) -> None:
-    """Run a grid of models, settings and seeds: neurocoder sweep NAME --help.
-
-    Args:
-        experiment: one that neurocoder list shows.
-    """
-
-
-def tune_usage(experiment: tyro.conf.Positional[str]) -> None:
-    """Choose settings on held-out data: neurocoder tune NAME --help.
-
-    Args:
-        experiment: one that neurocoder list shows.
-    """
-
-
-def retract_usage(experiment: tyro.conf.Positional[str]) -> None:
-    """Take superseded runs out of the results: neurocoder retract NAME --help.
-
-    Args:
-        experiment: one that neurocoder list shows.
-    """
+    usage.__doc__ = (
+        f"{about}: neurocoder {command} NAME --help.\n\nArgs:\n    experiment: one that neurocoder list shows."
+    )
+    return usage
 
 
 def _named(command: str, words: list[str]) -> tuple[Experiment, list[str]]:
@@ -368,10 +348,10 @@ def main(arguments: list[str] | None = None) -> int:
         _command(
             {
                 "list": list_experiments,
-                "run": run_usage,
-                "sweep": sweep_usage,
-                "retract": retract_usage,
-                "tune": tune_usage,
+                "run": _usage("run", "Run one experiment, or go on with it"),
+                "sweep": _usage("sweep", "Run a grid of models, settings and seeds"),
+                "retract": _usage("retract", "Take superseded runs out of the results"),
+                "tune": _usage("tune", "Choose settings on held-out data"),
                 "report": report,
                 "claims": claims,
                 "bench": bench,

@@ -72,14 +72,17 @@ def make_folder(folder: Path) -> None:
         raise LabError(f"{folder} cannot be made: {error.strerror}; choose another folder") from None
 
 
+def _lock(folder: Path, name: str) -> Any:
+    try:
+        return open(folder / name, "a+")
+    except OSError as error:
+        raise LabError(f"{folder} cannot be written to: {error.strerror}; choose another folder") from None
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Refuse a second process in the folder. The lock is the system's: it ends with the process, however that dies."""
-    try:
-        file = open(folder / "lock", "a+")  # noqa: SIM115
-    except OSError as error:
-        raise LabError(f"{folder} cannot be written to: {error.strerror}; choose another folder with --runs") from None
-    with file:
+    with _lock(folder, "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -96,12 +99,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def waiting_for(folder: Path) -> Iterator[None]:
-    """Change the folder's files one process after the other; the lock ends with the process, however that dies."""
-    try:
-        file = open(folder / ".lock", "a")  # noqa: SIM115
-    except OSError as error:
-        raise LabError(f"{folder} cannot be written to: {error.strerror}; choose another folder") from None
-    with file:
+    """Change the folder's files one process after the other, by a lock of the same kind."""
+    with _lock(folder, ".lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
