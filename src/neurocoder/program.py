@@ -124,7 +124,7 @@ class ProgramLayer(Conditional):
             raise ValueError(f"sharpness must be a positive number, got {sharpness}")
         self.rules = Rules.authors(steps) if compat else rules or functional.PAPER
         self.slots, self.heads, self.steps, self.key_dim = slots, heads, steps, key_dim
-        self.least_used, self.sharpness, self.control_features = least_used, sharpness, control_features
+        self.least_used, self.sharpness = least_used, sharpness
         self.controller_kind = ("lstm" if steps > 1 else "linear") if controller is None else controller
         factory = {"device": device, "dtype": dtype}
         self.controller = self._build_controller(factory)
