@@ -22,7 +22,7 @@ bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as rati
 
 # Results count only if committed code made them: sweep from such a copy, and go on building here.
 worktree:  ## ../<this folder>-sweep: the last commit, clean, with an environment of its own
-	@if pgrep -f "$(SWEEP)/.venv" > /dev/null; then echo "something runs in $(SWEEP): wait for it, or stop it"; exit 1; fi
+	@if pgrep -f "$(SWEEP)/[.]venv" > /dev/null; then echo "something runs in $(SWEEP): wait for it, or stop it"; exit 1; fi
 	if [ -d $(SWEEP) ]; then git -C $(SWEEP) checkout --quiet --detach $$(git rev-parse HEAD); \
 		else git worktree add --detach $(SWEEP) HEAD; fi
 	@if [ -n "$$(git -C $(SWEEP) status --porcelain)" ]; then echo "$(SWEEP) has changes of its own"; exit 1; fi
