@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import neurocoder as nc
-from neurocoder.program import ProgramLayer
-from neurocoder.trace import conditional_layers
+from neurocoder.program.layer import ProgramLayer
+from neurocoder.walk import conditional_layers
 from neurocoder_lab.data import images
 from neurocoder_lab.experiments.polynomial import BATCH, CHUNKS, sequences
 from neurocoder_lab.networks import Recurrent, mlp

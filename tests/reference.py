@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import neurocoder as nc
-from neurocoder.controller import LstmController
+from neurocoder.program.controller import LstmController
 
 BANKS = ("left", "right", "values")
 

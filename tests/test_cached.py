@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import neurocoder as nc
-from neurocoder import lean
+from neurocoder.program.kernel import lean
 from tests import reference
 from tests.strategies import options, shake
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import neurocoder as nc
-from neurocoder import functional, fused
+from neurocoder import functional
+from neurocoder.program.kernel import fused
 
 PAPER = nc.Rules()
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder.sizing import count
-from neurocoder.trace import conditional_layers
+from neurocoder.walk import conditional_layers
 
 
 class Block(nn.Module):

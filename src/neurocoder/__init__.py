@@ -1,14 +1,12 @@
 """Stored neural programs for PyTorch: layers that compose their weights anew for every input."""
 
 from neurocoder import functional, modular, peers
-from neurocoder.cached import cached
+from neurocoder.auxiliary import auxiliary, orthogonality
 from neurocoder.checkpoint import load, save
 from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation, Reading, Record, register
 from neurocoder.diagnosis import Diagnosis, Report, diagnose
 from neurocoder.functional import Rules
-from neurocoder.inspect import auxiliary, freeze, orthogonality
-from neurocoder.layers import Conv2d, Linear
-from neurocoder.memory import ProgramMemory
+from neurocoder.program import Conv2d, Linear, ProgramMemory, cached, freeze
 from neurocoder.recode import recode
 from neurocoder.sizing import sizes
 from neurocoder.trace import Trace, controlled, trace

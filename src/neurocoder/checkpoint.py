@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from neurocoder.conditional import KINDS, Conditional
-from neurocoder.program import ProgramLayer
+from neurocoder.program.layer import ProgramLayer
 from neurocoder.recode import REPLACEABLE, build, freeze_bases, refusal, rules_from, swap
-from neurocoder.trace import conditional_layers, named_modules, unwrap
+from neurocoder.walk import conditional_layers, named_modules, unwrap
 
 FORMAT = 1
 
@@ -120,7 +120,7 @@ def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[
     if not known:
         raise TypeError(
             f"{name} is a {type(layer).__name__}, a layer this library cannot rebuild from a file: put @nc.register "
-            f"above its class; known are {', '.join(KINDS)}"
+            f"above its class; known are {', '.join(sorted(KINDS))}"
         )
     store = _store(layer)
     entry = {
@@ -144,8 +144,8 @@ def _same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
 def _rebuild(old: nn.Module, entry: dict[str, Any], memories: dict[str, nn.Module]) -> Conditional:
     if entry["layer"] not in KINDS:
         raise ValueError(
-            f"unknown layer {entry['layer']!r} in the recipe; known are {', '.join(KINDS)}. If it is of another "
-            "package, import that first: nc.register lets load know its layers"
+            f"unknown layer {entry['layer']!r} in the recipe; known are {', '.join(sorted(KINDS))}. If it is of "
+            "another package, import that first: nc.register lets load know its layers"
         )
     kind, options = KINDS[entry["layer"]], entry["options"]
     if issubclass(kind, ProgramLayer):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from neurocoder import functional
 from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation, Record, combined, shares
-from neurocoder.program import ProgramLayer
-from neurocoder.trace import call, conditional_layers, evaluating, trace
+from neurocoder.program.layer import ProgramLayer
+from neurocoder.trace import trace
+from neurocoder.walk import call, conditional_layers, evaluating
 
 DEAD = 0.1  # a part with less than this share of an even share of the use counts as dead
 _JOINT = 2**16  # compositions of modules that are counted one by one

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from neurocoder import sizing
 from neurocoder.conditional import SHAPES, Conditional
 from neurocoder.functional import Rules
-from neurocoder.layers import Conv2d, Linear
-from neurocoder.program import ProgramLayer, default_sharpness
-from neurocoder.trace import named_modules, unwrap
+from neurocoder.program.conv import Conv2d
+from neurocoder.program.layer import ProgramLayer, default_sharpness
+from neurocoder.program.linear import Linear
+from neurocoder.walk import named_modules, unwrap
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
 REPLACEABLE = (nn.Linear, nn.Conv2d)

@@ -10,7 +10,7 @@ from torch import nn
 
 from neurocoder.conditional import Conditional
 from neurocoder.functional import BANKS, Rules
-from neurocoder.trace import named_modules, unwrap
+from neurocoder.walk import named_modules, unwrap
 
 ROOM = 0.149  # by which share a network may grow where nobody says how large its layers are
 LARGE = 10_000  # a layer of so many parameters keeps `ENOUGH` slots while there are others to shrink

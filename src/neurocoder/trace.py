@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from neurocoder.conditional import Conditional, Record, combined
+from neurocoder.walk import conditional_layers
 
 
 class Trace(Mapping):
@@ -123,56 +123,3 @@ def controlled(model: nn.Module, control: Tensor | Mapping[str, Tensor]) -> Iter
 def _set_controls(controls: Mapping[Conditional, Tensor | None]) -> None:
     for layer, control in controls.items():
         object.__setattr__(layer, "_control", control)  # nn.Module would make a parameter its own
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode while the context is open; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside what `torch.compile` and DDP put around it."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model.named_modules()` with the names the user gave, whatever wrapping there is at any depth; each once."""
-    seen = set()
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        module = unwrap(module)
-        if module in seen:
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
-
-    yield from walk("", model)
-
-
-def conditional_layers(model: nn.Module) -> Iterator[tuple[str, Conditional]]:
-    """Every conditional layer of the model under the name the user knows it by."""
-    for name, module in named_modules(model):
-        if isinstance(module, Conditional):
-            yield name, module

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from neurocoder.trace import conditional_layers
+from neurocoder.walk import conditional_layers
 
 
 class Route:

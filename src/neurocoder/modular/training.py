@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from neurocoder.conditional import Choice
 from neurocoder.diagnosis import selection_entropy
 from neurocoder.modular.route import Given, NoisyMixture, Route, Sampled, routed
-from neurocoder.trace import Trace, call, evaluating, unwrap
+from neurocoder.trace import Trace
+from neurocoder.walk import call, evaluating, unwrap
 
 LogLikelihood = Callable[[Any, Any], Tensor]
 

@@ -16,7 +16,7 @@ from neurocoder.conditional import Mixture, check_sizes, register
 from neurocoder.dispatch import Dispatch
 from neurocoder.functional import full_precision
 from neurocoder.peers.peer import Peer
-from neurocoder.trace import conditional_layers
+from neurocoder.walk import conditional_layers
 
 SMALLEST_NOISE = 0.01
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder import functional
-from neurocoder.controller import LinearController
-from neurocoder.trace import evaluating
+from neurocoder.program.controller import LinearController
+from neurocoder.walk import evaluating
 from neurocoder_lab.continual.stream import MultiHead
 
 BATCH = 500

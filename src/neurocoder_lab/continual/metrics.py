@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from neurocoder.trace import evaluating
+from neurocoder.walk import evaluating
 from neurocoder_lab.continual.stream import Stream
 from neurocoder_lab.store import LabError
 

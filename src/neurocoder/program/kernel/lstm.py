@@ -1,4 +1,4 @@
-"""The LSTM of `functional.lstm` by hand, from a zero state, for `neurocoder.fused`: forward and backward in place.
+"""The LSTM of `functional.lstm` by hand, from a zero state, for `fused`: forward and backward in place.
 
 On a CPU a tanh costs three times a sigmoid, so tanh(x) is taken as 2 sigmoid(2x) - 1, and the candidate's rows are
 doubled beforehand to share one sigmoid with the gates. Here states come step first: (J, U, N).

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from neurocoder import functional, fused
-from neurocoder.cached import watched
-from neurocoder.controller import LinearController
+from neurocoder import functional
+from neurocoder.program.cached import watched
+from neurocoder.program.controller import LinearController
+from neurocoder.program.kernel import fused
 
 if TYPE_CHECKING:
-    from neurocoder.layers import Linear
+    from neurocoder.program.linear import Linear
 
 _FEW = 64  # rows; with more, time goes into the operations themselves
 _WHOLE = (torch.float32, torch.float64)  # half precision is computed in float32, which takes conversions

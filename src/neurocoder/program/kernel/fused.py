@@ -21,9 +21,10 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 
-from neurocoder import functional, fused_lstm
-from neurocoder.cached import watched
+from neurocoder import functional
 from neurocoder.functional import PAPER, Rules
+from neurocoder.program.cached import watched
+from neurocoder.program.kernel import lstm
 
 _RULES = ("first_step", "usage", "least_used", "content", "order")
 _ROUNDS = 8  # up to so many least-used slots, rounds of minima are faster than a selection
@@ -140,7 +141,7 @@ class _Compose(torch.autograd.Function):
         if recurrent is None:
             query, remembered = signal.reshape(3, sharp.shape[2], steps * heads * rows), (None,) * 4
         else:
-            remembered = fused_lstm.forward(signal, recurrent, steps)
+            remembered = lstm.forward(signal, recurrent, steps)
             query = remembered[0][:, : 3 * sharp.shape[2] * heads].unflatten(1, (3, -1, heads)).permute(1, 2, 0, 3, 4)
         score_MPRN, unit, scale = _score(query, sharp, (steps * heads, rows), sharpness)
         if gate is None:
@@ -179,7 +180,7 @@ class _Compose(torch.autograd.Function):
             if recurrent is None:
                 return d_query.view_as(signal), None, *found, None
             by_step = d_query.view(3, sharp.shape[2], ctx.setting.steps, ctx.setting.heads, -1)
-            return *fused_lstm.backward(by_step, recurrent, *kept[10:]), *found, None
+            return *lstm.backward(by_step, recurrent, *kept[10:]), *found, None
 
     @staticmethod
     def jvp(ctx, *tangents):

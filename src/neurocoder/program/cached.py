@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
-    from neurocoder.program import ProgramLayer
+    from neurocoder.program.layer import ProgramLayer
 
 
 class Kept:

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from neurocoder import functional, initialise
-from neurocoder.cached import Kept
+from neurocoder import functional
 from neurocoder.conditional import Attention, Conditional, check_sizes
-from neurocoder.controller import LinearController, LstmController
 from neurocoder.functional import Rules
-from neurocoder.memory import ProgramMemory
+from neurocoder.program import initialise
+from neurocoder.program.cached import Kept
+from neurocoder.program.controller import LinearController, LstmController
+from neurocoder.program.memory import ProgramMemory
 
 _MANY = 16  # with so many rows a column, products of a transposed copy are twice as fast
 _FEW = 64  # up to so many rows, several products are faster than a copy of several maps into one

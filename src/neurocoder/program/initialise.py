@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder import functional
-from neurocoder.controller import LinearController, LstmController
 from neurocoder.functional import BANKS
-from neurocoder.memory import ProgramMemory
+from neurocoder.program.controller import LinearController, LstmController
+from neurocoder.program.memory import ProgramMemory
 
 if TYPE_CHECKING:
-    from neurocoder.program import Composition, ProgramLayer
+    from neurocoder.program.layer import Composition, ProgramLayer
 
 _UNIT_TERM = log(torch.e - 1)  # softplus of it is 1
 _SPREAD = 0.5  # of the singular terms
