@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import neurocoder as nc
-from neurocoder_lab.run import source
-from neurocoder_lab.store import LabError, make_folder, write_json
+from neurocoder_lab.errors import LabError
+from neurocoder_lab.provenance import source
+from neurocoder_lab.store import make_folder, write_json
 
 BATCH = 128
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 from scipy.stats import binomtest, spearmanr, ttest_1samp, ttest_ind
 
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.results import Runs, deviation
-from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Experiment
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder_lab import data
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import resnet18
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.store import LabError, make_folder, replacing
+from neurocoder_lab.store import make_folder, replacing
 
 Backbone = Literal["efficientnet-lite0", "resnet18"]
 SIZE = 128  # images are enlarged to this

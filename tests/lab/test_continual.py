@@ -9,7 +9,7 @@ import neurocoder as nc
 from neurocoder_lab import continual
 from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, make, split, summary
 from neurocoder_lab.continual.training import Learner
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 from tests.lab.test_fisher import plain, slow_fisher
 
 DATA = (torch.randn(40, 6), torch.arange(40) % 4)

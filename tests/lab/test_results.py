@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from neurocoder_lab import results, run, store
+from neurocoder_lab import provenance, results
 from neurocoder_lab.cli import main
+from neurocoder_lab.errors import LabError
 
 WORDS = ["sweep", "polynomial", "--budget", "smoke", "--setting", "plain"]
 
@@ -46,7 +47,7 @@ def test_a_sweep_beside_published_runs_leaves_them_and_names_dirty_ones(tmp_path
     folder, places = tmp_path / "results", ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     results.merge(folder, "polynomial", [made_up("film", 0), made_up("film", 1)])
     monkeypatch.setattr("neurocoder_lab.sweep._on_processes", in_this_process)
-    monkeypatch.setattr(run, "source", lambda: {"commit": "abc", "dirty": True})
+    monkeypatch.setattr(provenance, "source", lambda: {"commit": "abc", "dirty": True})
     assert main([*WORDS, "--model", "linear", "--seeds", "1", *places]) == 0
     told = capsys.readouterr()
     assert "linear.plain.smoke" in told.err
@@ -70,21 +71,21 @@ def test_the_tree_is_dirty_where_code_is_changed_or_new(tmp_path, monkeypatch):
 
     package = tmp_path / "src" / "neurocoder_lab"
     package.mkdir(parents=True)
-    (package / "run.py").write_text("")
+    (package / "provenance.py").write_text("")
     (tmp_path / "README.md").write_text("")
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "begin")
-    monkeypatch.setattr(run, "__file__", str(package / "run.py"))
-    source = run.source.__wrapped__
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    source = provenance.source.__wrapped__
     assert source()["dirty"] is False
     (tmp_path / "README.md").write_text("words are no code")
     assert source()["dirty"] is False
     (package / "new.py").write_text("")
     assert source()["dirty"] is True
-    monkeypatch.setattr(run, "__file__", str(package / "new.py"))
+    monkeypatch.setattr(provenance, "__file__", str(package / "new.py"))
     assert source() == {"commit": "unknown", "dirty": True}
-    monkeypatch.setattr(run, "__file__", str(tmp_path / "site-packages" / "neurocoder_lab" / "run.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "neurocoder_lab" / "provenance.py"))
     (tmp_path / "site-packages").mkdir()
     assert source() == {"commit": "unknown", "dirty": False}
 
@@ -218,6 +219,6 @@ def test_a_retracted_run_is_run_again(tmp_path, capsys, monkeypatch):
 
 def test_a_results_file_that_is_cut_short_is_not_overwritten(tmp_path):
     (tmp_path / "polynomial.json").write_text('{"format": 1, "runs": [')
-    with pytest.raises(store.LabError, match="not whole JSON"):
+    with pytest.raises(LabError, match="not whole JSON"):
         results.merge(tmp_path, "polynomial", [made_up("linear", 0)])
     assert json.loads((tmp_path / "polynomial.json").read_text() + "]}")["runs"] == []

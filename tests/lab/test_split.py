@@ -13,12 +13,12 @@ import torch
 import neurocoder as nc
 from neurocoder_lab import experiments
 from neurocoder_lab.cli import main
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import split_cifar, split_mnist
 from neurocoder_lab.experiments.split_cifar import SplitCifar
 from neurocoder_lab.experiments.split_mnist import SplitMnist
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
-from neurocoder_lab.store import LabError
 from tests.lab import pictures
 
 EXPERIMENT = split_mnist.EXPERIMENT

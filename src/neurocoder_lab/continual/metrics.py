@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from neurocoder.walk import evaluating
 from neurocoder_lab.continual.stream import Stream
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 
 ROWS = 1000  # at once
 
