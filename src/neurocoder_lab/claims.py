@@ -53,7 +53,7 @@ def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
             raise LabError(f"{len(old)} runs in {folder / name}.json were run again with other settings: {words}")
     chosen = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
     corrected = _corrected(known, chosen)
-    found = []
+    judged = []
     for claim in published():
         rule, runs = known[claim["id"]], chosen[claim["id"]]
         p, p_opposite = corrected.get(claim["id"], (None, None))
@@ -62,9 +62,9 @@ def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
         counts = [len(group.runs(runs)) for group in rule.groups()]
         numbers = [group.numbers(runs) for group in rule.groups()] if runs else []
         budget = runs[0]["config"]["budget"] if runs else None
-        found.append(Judged(**claim, verdict=verdict, ours=told, n=min(counts), budget=budget, numbers=numbers,
+        judged.append(Judged(**claim, verdict=verdict, ours=told, n=min(counts), budget=budget, numbers=numbers,
                             p=p, p_opposite=p_opposite, rule=rule.how(), experiment=rule.experiment))  # fmt: skip
-    return found
+    return judged
 
 
 def unclean(folder: Path) -> int:

@@ -94,7 +94,7 @@ def distil(
     command: str,
     dirty_too: bool = False,
 ) -> Path:
-    """Merge what those of these runs that are finished found into <folder>/<experiment>.json; returns the file.
+    """Merge what came of those of these runs that are finished into <folder>/<experiment>.json; returns the file.
 
     Each keeps the command that made it. Runs of uncommitted code are left out, and named, unless asked for.
     """
