@@ -2,17 +2,13 @@
 
 import sys
 
-from neurocoder_lab.errors import guarded
+from neurocoder_lab.signals import importing
 
 
 def main() -> int:
-    return guarded(_main)  # importing takes a while, and can be interrupted too
-
-
-def _main() -> int:
     try:
-        from neurocoder_lab.cli import main as command
-
+        with importing():
+            from neurocoder_lab.cli import main as command
         return command()
     except ModuleNotFoundError as error:
         if (error.name or "neurocoder").startswith("neurocoder"):

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
+INTERRUPTED, AT_ONCE = 3, "stopped; what was finished is kept"
+
 
 class LabError(Exception):
     """Something the user can mend; shown without a traceback."""
@@ -24,10 +26,10 @@ def guarded(command: Callable[[], int]) -> int:
         return 1
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        return 3
+        return INTERRUPTED
     except KeyboardInterrupt:
-        print("stopped; what was finished is kept", file=sys.stderr)
-        return 3
+        print(AT_ONCE, file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -1,11 +1,28 @@
-"""What SIGTERM and ctrl-C do while a run trains, and to the processes of a sweep."""
+"""What SIGTERM and ctrl-C do: while packages are imported, while a run trains, and to the processes of a sweep."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from neurocoder_lab.errors import AT_ONCE, INTERRUPTED
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Ctrl-C ends the process at once: as an exception, packages that are being imported swallow it, or break."""
+
+    def leave(number: int, frame: Any) -> None:
+        print(AT_ONCE, file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with handling(leave, signal.SIGINT) if ours else nullcontext():
+        yield
 
 
 @contextmanager
@@ -18,26 +35,19 @@ def stopping() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked.append(number)
 
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever started it handles signals
-        before = {}
-    try:
+    with handling(note, signal.SIGTERM, signal.SIGINT):
         yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
-def ignoring(number: signal.Signals) -> Iterator[None]:
-    """Processes that are started in the block ignore the signal."""
+def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """The signals are handled so in the block, and ignored ones also in processes that are started in it."""
     try:
-        before = signal.signal(number, signal.SIG_IGN)
-    except ValueError:  # not the main thread
-        before = None
+        before = {number: signal.signal(number, handler) for number in numbers}
+    except ValueError:  # not the main thread: whoever started it handles signals
+        before = {}
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(number, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

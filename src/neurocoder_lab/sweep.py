@@ -23,7 +23,7 @@ from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
 from neurocoder_lab.provenance import dirty
 from neurocoder_lab.run import execute, finished, folder_of
-from neurocoder_lab.signals import ignoring, stopping
+from neurocoder_lab.signals import handling, stopping
 from neurocoder_lab.store import make_folder, read_json, replacing
 from neurocoder_lab.task import Config, Experiment, as_dict
 
@@ -168,7 +168,8 @@ def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]],
         waiting, running = [(job, ATTEMPTS) for job in jobs], {}
         alive, _held = context.Pipe(duplex=False)  # its other end is closed when this process ends
         if jobs:
-            with ignoring(signal.SIGINT):  # a terminal's ctrl-C reaches all processes: this one ends the others
+            # a terminal's ctrl-C reaches all processes: this one ends the others
+            with handling(signal.SIG_IGN, signal.SIGINT):
                 forkserver.ensure_running()
         with stopping() as asked:
             while waiting or running:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from neurocoder_lab.signals import importing
+
 
 def bench(
     repeats: int = 31,
@@ -19,6 +21,7 @@ def bench(
         compiled: also torch.compile (takes minutes).
         out: also write the ratios to this JSON file.
     """
-    from neurocoder_lab.bench import measure
+    with importing():
+        from neurocoder_lab.bench import measure
 
     measure(repeats, [*widths], compiled, out)

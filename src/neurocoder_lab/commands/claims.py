@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from neurocoder_lab.results import folder
+from neurocoder_lab.signals import importing
 
 if TYPE_CHECKING:
     from neurocoder_lab.claims import Judged
@@ -33,7 +34,8 @@ def claims(results: Path = folder(), json: bool = False, dirty: bool = False) ->
         json: print a list of objects for machines.
         dirty: take in runs of uncommitted code.
     """
-    from neurocoder_lab.claims import judge, unclean
+    with importing():
+        from neurocoder_lab.claims import judge, unclean
 
     judged = judge(results, dirty)
     left_out = 0 if dirty else unclean(results)

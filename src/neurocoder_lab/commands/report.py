@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from neurocoder_lab.results import folder
+from neurocoder_lab.signals import importing
 
 
 def report(results: Path = folder(), out: Path = Path("report.html"), dirty: bool = False) -> None:
@@ -15,6 +16,7 @@ def report(results: Path = folder(), out: Path = Path("report.html"), dirty: boo
         out: the page.
         dirty: take in runs of uncommitted code.
     """
-    from neurocoder_lab.report import write
+    with importing():
+        from neurocoder_lab.report import write
 
     print(write(results, out, dirty))

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from neurocoder_lab.errors import LabError
+from neurocoder_lab.signals import importing
 
 if TYPE_CHECKING:
     from neurocoder_lab.task import Experiment
@@ -45,7 +46,8 @@ def get(name: str) -> Experiment:
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1, cutoff=0.0)
         raise LabError(f"no experiment is called {name!r}; did you mean {near[0]}? All: {', '.join(NAMES)}")
-    return import_module(f"neurocoder_lab.experiments.{name.replace('-', '_')}").EXPERIMENT
+    with importing():
+        return import_module(f"neurocoder_lab.experiments.{name.replace('-', '_')}").EXPERIMENT
 
 
 def every() -> list[Experiment]:
