@@ -37,12 +37,12 @@ def imported(file: Path) -> set[str]:
 
 def needed(module: str) -> set[str]:
     """The modules of ours that one needs: a package it imports from stands for its `__init__`, unless it is inside."""
-    found = set()
+    needs = set()
     for name in imported(MODULES[module]) & MODULES.keys():
         parts = name.split(".")
         packages = {".".join(parts[:n]) for n in range(1, len(parts))}
-        found |= {name} | {package for package in packages if not f"{module}.".startswith(f"{package}.")}
-    return found
+        needs |= {name} | {package for package in packages if not f"{module}.".startswith(f"{package}.")}
+    return needs
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:

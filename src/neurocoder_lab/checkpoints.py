@@ -1,10 +1,11 @@
-"""Checkpoints of a run: whole or not there, checked when read, the last two kept. No pickle anywhere."""
+"""Checkpoints of a run: all that its task has, whole or not there, checked when read, the last two kept; no pickle."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,56 @@ from torch import Tensor
 
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.store import make_folder, replacing
+from neurocoder_lab.task import Task
 
 FORMAT = 1
 KEEP = 2  # checkpoints in a folder: the newest, and one to fall back on
+
+
+def capture(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a task needs to go on as if nothing had happened: tensors by name, and what is none."""
+    model = task.accelerator.unwrap_model(task.network)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    optimiser, scalars = task.optimiser.state_dict(), {}
+    for index, entry in optimiser["state"].items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimiser.{index}.{name}"] = value
+            else:
+                scalars.setdefault(str(index), {})[name] = value
+    tensors |= {f"extra.{name}": tensor for name, tensor in task.state().items()}
+    tensors["random.torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    scaler = task.accelerator.scaler
+    return tensors, {
+        "groups": optimiser["param_groups"],
+        "scalars": scalars,
+        "random": random.getstate(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def restore(task: Task, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Bring a task to where it was captured."""
+
+    def part(kind: str) -> dict[str, Tensor]:
+        return {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+
+    task.accelerator.unwrap_model(task.network).load_state_dict(part("model."))
+    state: dict[int, dict[str, Any]] = {int(i): dict(entry) for i, entry in about["scalars"].items()}
+    for name, tensor in part("optimiser.").items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    task.optimiser.load_state_dict({"state": state, "param_groups": about["groups"]})
+    task.load_state(part("extra."))
+    torch.set_rng_state(tensors["random.torch"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+    if about["scaler"] is not None and task.accelerator.scaler is not None:
+        task.accelerator.scaler.load_state_dict(about["scaler"])
+    version, words, gauss = about["random"]
+    random.setstate((version, tuple(words), gauss))
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

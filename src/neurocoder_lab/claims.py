@@ -63,7 +63,7 @@ def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
         numbers = [group.numbers(runs) for group in rule.groups()] if runs else []
         budget = runs[0]["config"]["budget"] if runs else None
         judged.append(Judged(**claim, verdict=verdict, ours=told, n=min(counts), budget=budget, numbers=numbers,
-                            p=p, p_opposite=p_opposite, rule=rule.how(), experiment=rule.experiment))  # fmt: skip
+                             p=p, p_opposite=p_opposite, rule=rule.how(), experiment=rule.experiment))  # fmt: skip
     return judged
 
 

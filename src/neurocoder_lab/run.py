@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 import neurocoder as nc
-from neurocoder_lab.checkpoints import load_checkpoint, save_checkpoint
+from neurocoder_lab.checkpoints import capture, load_checkpoint, restore, save_checkpoint
 from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
 from neurocoder_lab.provenance import environment, note, source
@@ -65,7 +64,7 @@ def finished(
     folder = folder_of(experiment, config, runs)
     if not (folder / "result.json").is_file():
         return None
-    _check_config(experiment, experiment.resolve(config), folder, engine)
+    _check_config(experiment.resolve(config), folder, engine)
     return read_json(folder / "result.json")
 
 
@@ -98,7 +97,7 @@ def execute(
         if result is not None:
             return result
         if (folder / "config.json").is_file():
-            _check_config(experiment, config, folder, engine)
+            _check_config(config, folder, engine)
         set_seed(config.seed)
         task = experiment.start(config)
         if first and not (folder / "config.json").is_file():
@@ -206,30 +205,10 @@ class _Run:
             return
         metrics.flush()
         os.fsync(metrics.fileno())  # a checkpoint counts on what was logged before it
-        task = self.task
-        model = task.accelerator.unwrap_model(task.network)
-        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-        optimiser, scalars = task.optimiser.state_dict(), {}
-        for index, entry in optimiser["state"].items():
-            for name, value in entry.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimiser.{index}.{name}"] = value
-                else:
-                    scalars.setdefault(str(index), {})[name] = value
-        tensors |= {f"extra.{name}": tensor for name, tensor in task.state().items()}
+        tensors, about = capture(self.task)
         tensors |= {f"sums.{name}": tensor for name, tensor in self.sums.items()}
-        tensors["random.torch"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            tensors["random.cuda"] = torch.cuda.get_rng_state()
-        about = {
-            "groups": optimiser["param_groups"],
-            "scalars": scalars,
-            "random": random.getstate(),
-            "count": self.count,
-            "metrics": metrics.tell(),
-            "seconds": self.spent + time.monotonic() - self.started,
-            "scaler": None if task.accelerator.scaler is None else task.accelerator.scaler.state_dict(),
-        }
+        seconds = self.spent + time.monotonic() - self.started
+        about |= {"count": self.count, "metrics": metrics.tell(), "seconds": seconds}
         save_checkpoint(self.folder / "checkpoints", self.step, tensors, about)
 
     def resume(self) -> None:
@@ -241,34 +220,18 @@ class _Run:
                 log.unlink(missing_ok=True)
             return
         tensors, about = newest
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimiser": {}, "extra": {}, "sums": {}, "random": {}}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            parts[kind][rest] = tensor
-        task = self.task
-        task.accelerator.unwrap_model(task.network).load_state_dict(parts["model"])
-        state: dict[int, dict[str, Any]] = {int(i): dict(entry) for i, entry in about["scalars"].items()}
-        for name, tensor in parts["optimiser"].items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
-        task.optimiser.load_state_dict({"state": state, "param_groups": about["groups"]})
-        task.load_state(parts["extra"])
-        self.sums = {name: tensor.to(task.accelerator.device) for name, tensor in parts["sums"].items()}
+        restore(self.task, tensors, about)
+        device = self.task.accelerator.device
+        sums = {name: tensor for name, tensor in tensors.items() if name.startswith("sums.")}
+        self.sums = {name.removeprefix("sums."): tensor.to(device) for name, tensor in sums.items()}
         self.step, self.count, self.spent = about["step"], about["count"], about["seconds"]
-        torch.set_rng_state(parts["random"]["torch"])
-        if "cuda" in parts["random"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(parts["random"]["cuda"])
-        if about["scaler"] is not None and task.accelerator.scaler is not None:
-            task.accelerator.scaler.load_state_dict(about["scaler"])
-        kind, words, gauss = about["random"]
-        random.setstate((kind, tuple(words), gauss))
         if self.first:
             with open(log, "r+") as file:
                 file.truncate(about["metrics"])
-        self.say(f"going on from step {self.step} of {task.steps}")
+        self.say(f"going on from step {self.step} of {self.task.steps}")
 
 
-def _check_config(experiment: Experiment, config: Config, folder: Path, engine: dict[str, Any] | None) -> None:
+def _check_config(config: Config, folder: Path, engine: dict[str, Any] | None) -> None:
     """Raise unless the folder is that of this config, run in this way."""
     stored = read_json(folder / "config.json")
     known = {field.name for field in fields(config)}

@@ -40,11 +40,11 @@ def whole(tmp_path_factory):
     return read(runs)
 
 
-def same(found, wanted) -> None:
-    assert found[0] == wanted[0]
-    assert found[1] == wanted[1]
-    assert found[2].keys() == wanted[2].keys()
-    assert all(torch.equal(found[2][name], tensor) for name, tensor in wanted[2].items())
+def same(given, wanted) -> None:
+    assert given[0] == wanted[0]
+    assert given[1] == wanted[1]
+    assert given[2].keys() == wanted[2].keys()
+    assert all(torch.equal(given[2][name], tensor) for name, tensor in wanted[2].items())
 
 
 def test_killed_ten_times_and_resumed_it_is_the_same_run(tmp_path, whole):

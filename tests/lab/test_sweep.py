@@ -35,9 +35,9 @@ def finals(runs: Path, chosen: list[Polynomial]) -> list[dict]:
 
 
 def test_a_grid_has_every_combination():
-    found = grid(EXPERIMENT, {"model": ("linear", "film"), "setting": ("plain", "noise")}, 3, budget="smoke")
-    assert len({*found}) == 12
-    assert [config.seed for config in found[:4]] == [0] * 4
+    configured = grid(EXPERIMENT, {"model": ("linear", "film"), "setting": ("plain", "noise")}, 3, budget="smoke")
+    assert len({*configured}) == 12
+    assert [config.seed for config in configured[:4]] == [0] * 4
 
 
 def test_finished_runs_are_skipped_and_failures_listed(tmp_path):
@@ -82,15 +82,15 @@ def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
     try:
         while len([file for file in tmp_path.rglob("metrics.jsonl") if file.stat().st_size]) < 2:
             time.sleep(0.05)
-        found = [lock.read_text() for lock in tmp_path.rglob("lock")]
+        processes = [lock.read_text() for lock in tmp_path.rglob("lock")]
         assert begun.poll() is None
     finally:
         begun.kill()
         begun.wait()
     until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < until:
+    while any(Path(f"/proc/{pid}").exists() for pid in processes) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     assert len([*tmp_path.rglob("step-*")]) == 2  # asked to stop, each wrote a checkpoint
 
 

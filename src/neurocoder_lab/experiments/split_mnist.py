@@ -111,11 +111,15 @@ def fill(config: SplitMnist) -> dict[str, Any]:
         penalty = best("split-mnist", "penalty", scenario=config.scenario, model=config.model, method=config.method)
     elif config.method in GRID:
         penalty = BENCHMARK.get(config.scenario, {}).get(config.method)
-    form = {"neurocoder": PAPER, "neurocoder-authors": AUTHORS}.get(config.model, dict.fromkeys(PAPER, 0.0))
+    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | _form(config)
+
+
+def _form(config: SplitMnist) -> dict[str, float]:
+    """Sharpness and weight of the orthogonal loss: as chosen on held-out data, the authors', or none."""
     if config.model == "neurocoder":
         scenario = "domain" if config.scenario == "class" else config.scenario  # both have one head
-        form = {name: best("split-mnist", name, scenario=scenario) or value for name, value in PAPER.items()}
-    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | form
+        return {name: best("split-mnist", name, scenario=scenario) or value for name, value in PAPER.items()}
+    return AUTHORS if config.model == "neurocoder-authors" else dict.fromkeys(PAPER, 0.0)
 
 
 def prepare(x: Tensor) -> Tensor:
