@@ -2,10 +2,14 @@
 
 import sys
 
+from neurocoder_lab.signals import importing
+
 
 def main() -> int:
     try:
-        from neurocoder_lab.cli import main as command
+        with importing():
+            from neurocoder_lab.cli import main as command
+        return command()
     except ModuleNotFoundError as error:
         if (error.name or "neurocoder").startswith("neurocoder"):
             raise
@@ -14,7 +18,6 @@ def main() -> int:
             f"neurocoder: {text}: pip install 'neurocoder[lab]' (in a checkout: pip install '.[lab]')", file=sys.stderr
         )
         return 1
-    return command()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import neurocoder as nc
-from neurocoder_lab.run import source
-from neurocoder_lab.store import LabError, make_folder, write_json
+from neurocoder_lab.errors import LabError
+from neurocoder_lab.provenance import source
+from neurocoder_lab.store import make_folder, write_json
 
 BATCH = 128
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -143,24 +144,24 @@ def peers(repeats: int, width: int = 1024, rows: int = 1024) -> dict[str, dict[s
         "FiLM, 64 hidden": nc.peers.FiLM(width, width, layers=2),
         "low rank, 30": nc.peers.LowRank(width, width, rank=30),
     }
-    found = {}
+    figures = {}
     for x, modules in ((many, routed), (few, mixed)):
         steps = {"dense": stepper(nn.Linear(width, width), x)}
         steps |= {name: stepper(module, x) for name, module in modules.items()}
         with warnings.catch_warnings(action="ignore"):  # that a modular layer has none of its trainings: only timed
-            found[f"peers, {width}x{width}, {len(x)} rows"] = ratios(interleave(steps, repeats))
+            figures[f"peers, {width}x{width}, {len(x)} rows"] = ratios(interleave(steps, repeats))
     wide = peak_bytes(nn.Linear(width, 10 * width), few)
     used = peak_bytes(mixed["NSM, 10 programs"], few)
-    found["peak memory of NSM, 10 programs, over a dense layer of 10 times the outputs"] = {
+    figures["peak memory of NSM, 10 programs, over a dense layer of 10 times the outputs"] = {
         "dense MB": round(wide / 2**20, 1),
         "ratio": round(used / wide, 3),
     }
-    return found
+    return figures
 
 
 def inference(repeats: int) -> dict[str, dict[str, float]]:
     """Latency of a small layer on few rows, where the number of operations counts; with `nc.cached`, too."""
-    found = {}
+    figures = {}
     for rows in (1, 16, 64):
         x, stack = torch.randn(rows, 512), ExitStack()
         modules: dict[str, nn.Module] = {"dense": nn.Linear(512, 18)}
@@ -170,8 +171,8 @@ def inference(repeats: int) -> dict[str, dict[str, float]]:
             stack.enter_context(nc.cached(modules[f"{name}, cached"]))
         with stack, torch.no_grad():
             times = interleave({name: caller(module, x) for name, module in modules.items()}, 20 * repeats)
-        found[f"inference, Linear 512x18, {rows} rows"] = ratios(times)
-    return found
+        figures[f"inference, Linear 512x18, {rows} rows"] = ratios(times)
+    return figures
 
 
 def caller(module: nn.Module, x: Tensor) -> Callable[[], float]:
@@ -225,9 +226,9 @@ def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -
         lambda: memory(2048),
         lambda: peers(repeats),
     ):
-        found = part()
-        rows |= found
-        print(table(found), flush=True)
+        figures = part()
+        rows |= figures
+        print(table(figures), flush=True)
     if out is not None:
         about = source() | {"torch": torch.__version__, "python": platform.python_version(), "threads": 1,
                             "machine": platform.machine(), "batch": BATCH, "repeats": repeats}  # fmt: skip

@@ -1,21 +1,18 @@
-"""Every claim of both papers, and what became of it here.
-
-claims.json holds the claims with the papers' numbers; rules/ says how each is judged.
-"""
+"""What became of every claim of both papers: papers.py has the claims, rules/ says how each is judged."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from neurocoder_lab import experiments, results, tuning
+from neurocoder_lab import experiments, results
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.evidence import described, holm
+from neurocoder_lab.papers import published
+from neurocoder_lab.provenance import dirty
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, LEVEL, Rule, Verdict, rules
-from neurocoder_lab.store import LabError
 
 BUDGETS = ("paper", "desk", "smoke")  # longest first
 
@@ -39,21 +36,16 @@ class Judged:
     experiment: str
 
 
-def published() -> list[dict[str, Any]]:
-    """The claims and the papers' numbers."""
-    return json.loads((files("neurocoder_lab") / "claims.json").read_text())
-
-
-def judge(folder: Path, dirty: bool = False) -> list[Judged]:
-    """Every claim, judged by the results in the folder; runs of uncommitted code count only if `dirty` says so."""
+def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
+    """Every claim, judged by the results in the folder; runs of uncommitted code count only if asked for."""
     if not folder.is_dir():
         raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
-    with tuning.at(folder):
+    with results.at(folder):
         known = rules()
     sources = {rule.experiment for rule in known.values()} & {*experiments.NAMES, *COUNTED}
     if not any((folder / f"{name}.json").is_file() for name in sources):
         raise LabError(f"{folder} holds no results: neurocoder sweep makes them, or name another folder with --results")
-    every = {name: results.load(folder, name, dirty) for name in sources}
+    every = {name: results.load(folder, name, dirty_too) for name in sources}
     for name in sources & {*experiments.NAMES}:
         old = results.superseded(every[name], experiments.get(name).axes)
         if old:
@@ -61,7 +53,7 @@ def judge(folder: Path, dirty: bool = False) -> list[Judged]:
             raise LabError(f"{len(old)} runs in {folder / name}.json were run again with other settings: {words}")
     chosen = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
     corrected = _corrected(known, chosen)
-    found = []
+    judged = []
     for claim in published():
         rule, runs = known[claim["id"]], chosen[claim["id"]]
         p, p_opposite = corrected.get(claim["id"], (None, None))
@@ -70,15 +62,15 @@ def judge(folder: Path, dirty: bool = False) -> list[Judged]:
         counts = [len(group.runs(runs)) for group in rule.groups()]
         numbers = [group.numbers(runs) for group in rule.groups()] if runs else []
         budget = runs[0]["config"]["budget"] if runs else None
-        found.append(Judged(**claim, verdict=verdict, ours=told, n=min(counts), budget=budget, numbers=numbers,
-                            p=p, p_opposite=p_opposite, rule=rule.how(), experiment=rule.experiment))  # fmt: skip
-    return found
+        judged.append(Judged(**claim, verdict=verdict, ours=told, n=min(counts), budget=budget, numbers=numbers,
+                             p=p, p_opposite=p_opposite, rule=rule.how(), experiment=rule.experiment))  # fmt: skip
+    return judged
 
 
 def unclean(folder: Path) -> int:
     """How many runs in the folder were made by code with uncommitted changes."""
     every = [run for name in (*experiments.NAMES, *COUNTED) for run in results.load(folder, name, dirty_too=True)]
-    return sum(map(results.dirty, every))
+    return sum(dirty(run["environment"]) for run in every)
 
 
 def _chosen(rule: Rule, runs: Runs) -> Runs:

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neurocoder_lab.store import LabError, make_folder, replacing
+from neurocoder_lab.errors import LabError
+from neurocoder_lab.store import make_folder, replacing
 
 VARIABLE = "NEUROCODER_DATA"
 HUB = {"mnist": "ylecun/mnist", "cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}

@@ -11,8 +11,8 @@ from typing import Any
 
 from scipy.stats import binomtest, spearmanr, ttest_1samp, ttest_ind
 
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.results import Runs, deviation
-from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Experiment
 
 
@@ -66,22 +66,25 @@ class Test:
         raise NotImplementedError
 
     def tell(self, runs: Runs) -> str:
-        """What was found, beyond the numbers of the groups."""
+        """What was measured, beyond the numbers of the groups."""
         return ""
 
 
-def _either(claimed: float, equal: bool, right: bool) -> tuple[float, float]:
-    """Both directions of a one-sided test. Without any spread there is no t: what is measured is then sure."""
-    if isnan(claimed):
-        return (1.0, 1.0) if equal else ((0.0, 1.0) if right else (1.0, 0.0))
-    return claimed, 1 - claimed
+def _sure(ahead: float) -> tuple[float, float]:
+    """Both p-values without any spread, and so without a t: what is measured, `ahead` of the limit or not, is sure."""
+    return float(ahead <= 0), float(ahead >= 0)
+
+
+def _both(p: float) -> tuple[float, float]:
+    """Of a direction and of its opposite; a test that cannot tell, of one run or of equal ranks, shows neither."""
+    return (1.0, 1.0) if isnan(p) else (p, 1 - p)
 
 
 def welch(larger: list[float], smaller: list[float]) -> tuple[float, float]:
     """p-values of one-sided Welch tests that the first mean is the larger, and that it is the smaller."""
     if len({*larger}) == len({*smaller}) == 1:
-        return _either(float("nan"), larger[0] == smaller[0], larger[0] > smaller[0])
-    return _either(float(ttest_ind(larger, smaller, equal_var=False, alternative="greater")[1]), False, False)
+        return _sure(larger[0] - smaller[0])
+    return _both(float(ttest_ind(larger, smaller, equal_var=False, alternative="greater")[1]))
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,9 @@ class Bound(Test):
     def p_values(self, runs: Runs) -> tuple[float, float]:
         values = self.group.values(runs)
         if len({*values}) == 1:
-            right = values[0] < self.limit if self.group.lower else values[0] > self.limit
-            return _either(float("nan"), values[0] == self.limit, right)
+            return _sure((self.limit - values[0]) if self.group.lower else (values[0] - self.limit))
         direction = "less" if self.group.lower else "greater"
-        return _either(float(ttest_1samp(values, self.limit, alternative=direction)[1]), False, False)
+        return _both(float(ttest_1samp(values, self.limit, alternative=direction)[1]))
 
     def words(self) -> str:
         name = self.group.metric if self.group.of is None else self.group.of.__name__.strip("_")
@@ -151,8 +153,7 @@ class Falls(Test):
         places = [run["config"][self.axis] for run in self.group.runs(runs)]
         if len({*places}) < 3 or min(map(places.count, places)) < 3:
             return 1.0, 1.0
-        found = spearmanr(places, self.group.values(runs), alternative="less")
-        return _either(float(found[1]), True, False)
+        return _both(float(spearmanr(places, self.group.values(runs), alternative="less")[1]))
 
     def words(self) -> str:
         return f"{self.group.metric} of {described(self.group.where)} falls as {self.axis} grows (Spearman)"

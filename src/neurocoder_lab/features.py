@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from multiprocessing import parent_process
 from pathlib import Path
@@ -20,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder_lab import data
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import resnet18
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.store import LabError, make_folder, replacing
+from neurocoder_lab.store import make_folder, replacing, waiting_for
 
 Backbone = Literal["efficientnet-lite0", "resnet18"]
 SIZE = 128  # images are enlarged to this
@@ -50,23 +49,16 @@ def features(
     extract = _Extractor(backbone, weights, stamp)
     splits = {"train": images.train, "validation": images.validation, "test": images.test}
     pieces = {split: [*x.split(PIECE)] for split, (x, _) in splits.items()}
-    found: dict[str, list[Tensor]] = {split: [] for split in splits}
+    done: dict[str, list[Tensor]] = {split: [] for split in splits}
     quiet = quiet or parent_process() is not None
-    with _alone(folder), Progress(f"features of {name}", sum(map(len, pieces.values())), 0, quiet) as progress:
+    # whoever waits finds it done
+    with waiting_for(folder), Progress(f"features of {name}", sum(map(len, pieces.values())), 0, quiet) as progress:
         for split, parts in pieces.items():
             for index, x in enumerate(parts):
-                found[split].append(extract(x, folder / f"{split}-{index:03d}.safetensors"))
-                progress.show(sum(map(len, found.values())))
-    parts = [(torch.cat(found[split]), y) for split, (_, y) in splits.items()]
+                done[split].append(extract(x, folder / f"{split}-{index:03d}.safetensors"))
+                progress.show(sum(map(len, done.values())))
+    parts = [(torch.cat(done[split]), y) for split, (_, y) in splits.items()]
     return data.Examples(*parts, fingerprint)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait for whoever computes there, and then find it done."""
-    with open(folder / "lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class _Extractor:
@@ -80,16 +72,16 @@ class _Extractor:
     def __call__(self, x: Tensor, file: Path) -> Tensor:
         if file.is_file():
             with suppress(SafetensorError), safe_open(file, framework="pt") as stored:  # a broken one is made again
-                found = stored.get_tensor("features")
-                if (stored.metadata() or {}).get("stamp") == self.stamp and len(found) == len(x):
-                    return found
+                kept = stored.get_tensor("features")
+                if (stored.metadata() or {}).get("stamp") == self.stamp and len(kept) == len(x):
+                    return kept
         if self.network is None:
             self.network = load(self.backbone, self.weights).eval().to(memory_format=torch.channels_last)
         with torch.no_grad():
-            found = torch.cat([self.network(self._enlarge(part)) for part in x.split(BATCH)]).half()
+            computed = torch.cat([self.network(self._enlarge(part)) for part in x.split(BATCH)]).half()
         with replacing(file) as temporary:
-            save_file({"features": found}, temporary, metadata={"stamp": self.stamp})
-        return found
+            save_file({"features": computed}, temporary, metadata={"stamp": self.stamp})
+        return computed
 
     def _enlarge(self, x: Tensor) -> Tensor:
         x = F.interpolate(x / 255, size=(SIZE, SIZE), mode="bicubic", align_corners=False)
@@ -130,23 +122,23 @@ def _as_ours(file: Path, network: nn.Sequential) -> dict[str, Tensor]:
         raise LabError(f"{file} cannot be read as safetensors: {error}") from None
     inner = {"conv1": "first", "conv2": "second", "bn1": "norms.0", "bn2": "norms.1", "downsample": "shortcut"}
     outer = {"conv1": "0", "bn1": "1", "fc": str(len(network) - 1)}
-    found = {}
+    renamed = {}
     for name, tensor in theirs.items():
         head, _, rest = name.partition(".")
         if head in outer:
-            found[f"{outer[head]}.{rest}"] = tensor
+            renamed[f"{outer[head]}.{rest}"] = tensor
         elif parts := re.fullmatch(r"layer([1-4])\.([01])\.(\w+)\.(.+)", name):
             layer, block, part, rest = parts.groups()
-            found[f"{2 + 2 * int(layer) + int(block)}.{inner.get(part, part)}.{rest}"] = tensor
+            renamed[f"{2 + 2 * int(layer) + int(block)}.{inner.get(part, part)}.{rest}"] = tensor
     wanted = network.state_dict()
-    odd = [] if len(found) == len(theirs) else ["others than those"]
-    odd += sorted(name for name in wanted.keys() ^ found.keys() if "num_batches" not in name)
-    odd += [name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape]
+    odd = [] if len(renamed) == len(theirs) else ["others than those"]
+    odd += sorted(name for name in wanted.keys() ^ renamed.keys() if "num_batches" not in name)
+    odd += [name for name in wanted.keys() & renamed.keys() if wanted[name].shape != renamed[name].shape]
     if odd:
         raise LabError(
             f"{file} does not hold a ResNet-18 named as torchvision's: {len(odd)} tensors differ, as {odd[0]}"
         )
-    return wanted | found
+    return wanted | renamed
 
 
 def _digest(file: Path) -> str:

@@ -21,8 +21,10 @@ from torch import nn
 
 import neurocoder as nc
 from neurocoder_lab import networks, results
+from neurocoder_lab.errors import guarded
+from neurocoder_lab.provenance import source
 from neurocoder_lab.rules.neurocoder import TOLERANCE
-from neurocoder_lab.run import source
+from neurocoder_lab.store import make_folder
 
 AUTHORS: dict[str, Any] = {"compat": "authors"}
 CIFAR: dict[str, Any] = {"slots": 30, "steps": 5, "heads": 3, "key_dim": 5, "least_used": 5, "residual": True}
@@ -125,7 +127,9 @@ def cells() -> list[Cell]:
     ]  # fmt: skip
 
 
-def main(folder: Path | None = None) -> None:
+def main(folder: Path | None = None) -> int:
+    if folder is not None:
+        make_folder(folder)  # before all the counting
     table = Table("task", "model", "ours", "paper", "off by", "of which", title="Parameters beside Table 7")
     for column in table.columns[2:5]:
         column.justify = "right"
@@ -137,11 +141,13 @@ def main(folder: Path | None = None) -> None:
         table.add_row(cell.task, cell.model, f"{count:,.0f}", f"{cell.paper:,.0f}", f"{away:+.1%} {mark}", cell.note)
         config = {"task": cell.task, "model": cell.model, "seed": 0, "budget": "paper"}
         final = {"parameters": count, "paper": cell.paper, "away": away}
-        runs.append({"config": config, "final": final, "curve": {}, "seconds": 0.0, "environment": source()})
+        about = {"environment": source(), "command": "python -m neurocoder_lab.parameters results"}
+        runs.append({"config": config, "final": final, "curve": {}, "seconds": 0.0, **about})
     Console().print(table)
     if folder is not None:
         results.replace(folder, "parameters", runs)
+    return 0
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    sys.exit(guarded(lambda: main(*map(Path, sys.argv[1:2]))))

@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from neurocoder_lab.store import LabError, make_folder, read_json, waiting_for, write_json
+from neurocoder_lab.errors import LabError
+from neurocoder_lab.provenance import dirty
+from neurocoder_lab.store import make_folder, read_json, waiting_for, write_json
 
 FORMAT = 1
+FOLDER = "NEUROCODER_RESULTS"  # the environment's name for the folder of results
+
+
+def folder() -> Path:
+    """Where results are, and what was tuned beside them."""
+    return Path(os.environ.get(FOLDER, "results"))
+
+
+@contextmanager
+def at(results: Path) -> Iterator[None]:
+    """What was tuned beside these results counts, here and in processes that are started here."""
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(results)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FOLDER]
+        else:
+            os.environ[FOLDER] = before
 
 
 class Runs(list):
@@ -45,12 +69,6 @@ def spread(values: list[float], digits: int = 4) -> str:
     return f"{mean(values):.{digits}g} ± {deviation(values):.2g} ({len(values)})"
 
 
-def dirty(run: dict[str, Any]) -> bool:
-    """Whether code that was not committed had a part in the run, when it began or when it was resumed."""
-    environment = run["environment"]
-    return any(place.get("dirty", False) for place in (environment, *environment.get("later", [])))
-
-
 def identity(config: dict[str, Any]) -> str:
     """What makes two runs the same: their settings and seed."""
     return json.dumps(config, sort_keys=True)
@@ -83,7 +101,7 @@ def superseded(runs: Runs, axes: Iterable[str]) -> Runs:
     def settings(run: dict[str, Any]) -> str:
         return identity(run["config"] | {"seed": None})
 
-    clean_last = sorted(runs, key=dirty, reverse=True)
+    clean_last = sorted(runs, key=lambda run: dirty(run["environment"]), reverse=True)
     last = {place(run): settings(run) for run in clean_last}
     return Runs(run for run in runs if settings(run) != last[place(run)])
 
@@ -124,4 +142,4 @@ def load(results: Path, name: str, dirty_too: bool = False) -> Runs:
         raise LabError(f"{file} is not whole JSON: it was cut short or edited; remove it and sweep again") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
         raise LabError(f"{file} is from another version of the laboratory")
-    return Runs(run for run in content["runs"] if dirty_too or not dirty(run))
+    return Runs(run for run in content["runs"] if dirty_too or not dirty(run["environment"]))

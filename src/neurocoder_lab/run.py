@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import random
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
-from functools import cache
-from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -30,17 +24,12 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 import neurocoder as nc
+from neurocoder_lab.checkpoints import capture, load_checkpoint, restore, save_checkpoint
+from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.store import (
-    LabError,
-    Stopped,
-    load_checkpoint,
-    locked,
-    make_folder,
-    read_json,
-    save_checkpoint,
-    write_json,
-)
+from neurocoder_lab.provenance import environment, note, source
+from neurocoder_lab.signals import stopping
+from neurocoder_lab.store import locked, make_folder, read_json, write_json
 from neurocoder_lab.task import Config, Experiment, Task, as_dict
 
 CONFIG_FORMAT = 1
@@ -75,7 +64,7 @@ def finished(
     folder = folder_of(experiment, config, runs)
     if not (folder / "result.json").is_file():
         return None
-    _check_config(experiment, experiment.resolve(config), folder, engine)
+    _check_config(experiment.resolve(config), folder, engine)
     return read_json(folder / "result.json")
 
 
@@ -108,7 +97,7 @@ def execute(
         if result is not None:
             return result
         if (folder / "config.json").is_file():
-            _check_config(experiment, config, folder, engine)
+            _check_config(config, folder, engine)
         set_seed(config.seed)
         task = experiment.start(config)
         if first and not (folder / "config.json").is_file():
@@ -119,7 +108,7 @@ def execute(
         run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
         run.resume()
         if first:
-            _note_environment(folder, environment(accelerator, engine, task.fingerprint))
+            note(folder / "environment.json", environment(str(accelerator.device), engine, task.fingerprint))
         title = f"{experiment.name} {experiment.label(config)} seed {config.seed}"
         with stopping() as asked, Progress(title, task.steps, run.step, quiet or not first) as progress:
             result = run.train(asked, progress)
@@ -216,104 +205,33 @@ class _Run:
             return
         metrics.flush()
         os.fsync(metrics.fileno())  # a checkpoint counts on what was logged before it
-        task = self.task
-        model = task.accelerator.unwrap_model(task.network)
-        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-        optimiser, scalars = task.optimiser.state_dict(), {}
-        for index, entry in optimiser["state"].items():
-            for name, value in entry.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimiser.{index}.{name}"] = value
-                else:
-                    scalars.setdefault(str(index), {})[name] = value
-        tensors |= {f"extra.{name}": tensor for name, tensor in task.state().items()}
+        tensors, about = capture(self.task)
         tensors |= {f"sums.{name}": tensor for name, tensor in self.sums.items()}
-        tensors["random.torch"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            tensors["random.cuda"] = torch.cuda.get_rng_state()
-        about = {
-            "groups": optimiser["param_groups"],
-            "scalars": scalars,
-            "random": random.getstate(),
-            "count": self.count,
-            "metrics": metrics.tell(),
-            "seconds": self.spent + time.monotonic() - self.started,
-            "scaler": None if task.accelerator.scaler is None else task.accelerator.scaler.state_dict(),
-        }
+        seconds = self.spent + time.monotonic() - self.started
+        about |= {"count": self.count, "metrics": metrics.tell(), "seconds": seconds}
         save_checkpoint(self.folder / "checkpoints", self.step, tensors, about)
 
     def resume(self) -> None:
         """Go back to the newest whole checkpoint; metrics logged after it are logged again."""
         log = self.folder / "metrics.jsonl"
-        found = load_checkpoint(self.folder / "checkpoints", log.stat().st_size if log.exists() else 0, self.say)
-        if found is None:
+        newest = load_checkpoint(self.folder / "checkpoints", log.stat().st_size if log.exists() else 0, self.say)
+        if newest is None:
             if self.first:
                 log.unlink(missing_ok=True)
             return
-        tensors, about = found
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimiser": {}, "extra": {}, "sums": {}, "random": {}}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            parts[kind][rest] = tensor
-        task = self.task
-        task.accelerator.unwrap_model(task.network).load_state_dict(parts["model"])
-        state: dict[int, dict[str, Any]] = {int(i): dict(entry) for i, entry in about["scalars"].items()}
-        for name, tensor in parts["optimiser"].items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
-        task.optimiser.load_state_dict({"state": state, "param_groups": about["groups"]})
-        task.load_state(parts["extra"])
-        self.sums = {name: tensor.to(task.accelerator.device) for name, tensor in parts["sums"].items()}
+        tensors, about = newest
+        restore(self.task, tensors, about)
+        device = self.task.accelerator.device
+        sums = {name: tensor for name, tensor in tensors.items() if name.startswith("sums.")}
+        self.sums = {name.removeprefix("sums."): tensor.to(device) for name, tensor in sums.items()}
         self.step, self.count, self.spent = about["step"], about["count"], about["seconds"]
-        torch.set_rng_state(parts["random"]["torch"])
-        if "cuda" in parts["random"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(parts["random"]["cuda"])
-        if about["scaler"] is not None and task.accelerator.scaler is not None:
-            task.accelerator.scaler.load_state_dict(about["scaler"])
-        kind, words, gauss = about["random"]
-        random.setstate((kind, tuple(words), gauss))
         if self.first:
             with open(log, "r+") as file:
                 file.truncate(about["metrics"])
-        self.say(f"going on from step {self.step} of {task.steps}")
+        self.say(f"going on from step {self.step} of {self.task.steps}")
 
 
-@contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM or ctrl-C has asked to stop; a second ctrl-C stops at once."""
-    asked: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever started it handles signals
-        before = {}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def ignoring(number: signal.Signals) -> Iterator[None]:
-    """Processes that are started in the block ignore the signal."""
-    try:
-        before = signal.signal(number, signal.SIG_IGN)
-    except ValueError:  # not the main thread
-        before = None
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.signal(number, before)
-
-
-def _check_config(experiment: Experiment, config: Config, folder: Path, engine: dict[str, Any] | None) -> None:
+def _check_config(config: Config, folder: Path, engine: dict[str, Any] | None) -> None:
     """Raise unless the folder is that of this config, run in this way."""
     stored = read_json(folder / "config.json")
     known = {field.name for field in fields(config)}
@@ -328,46 +246,6 @@ def _check_config(experiment: Experiment, config: Config, folder: Path, engine: 
     ]
     if differing:
         raise LabError(f"{folder} holds a run of another config ({'; '.join(differing)}): use another --runs folder")
-
-
-def _note_environment(folder: Path, now: dict[str, Any]) -> None:
-    """Keep where a run began, and where else it went on."""
-    file = folder / "environment.json"
-    known = read_json(file) if file.is_file() else now | {"later": []}
-    if any(known.get(name) != value for name, value in now.items()) and now not in known["later"]:
-        known["later"].append(now)
-    write_json(file, known)
-
-
-def environment(accelerator: Accelerator, engine: dict[str, Any], fingerprint: str) -> dict[str, Any]:
-    """Where a number came from."""
-    return {
-        **source(),
-        "versions": {name: version(name) for name in ("torch", "safetensors", "accelerate")}
-        | {"neurocoder": nc.__version__},
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": str(accelerator.device),
-        **engine,
-        "data": fingerprint,
-    }
-
-
-@cache
-def source() -> dict[str, Any]:
-    """Commit of the code, and whether the code differs from it: changed or new files beside this package.
-
-    A package that was installed rather than checked out has no commit; its version tells what it is.
-    """
-    here = Path(__file__).resolve()
-
-    def git(*words: str) -> str | None:
-        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=here.parent.parent)
-        return told.stdout.strip() if told.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", str(here)) is None:
-        return {"commit": "unknown", "dirty": "site-packages" not in here.parts}
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
 
 
 source()  # now, for this process and those forked from it: the code that runs is the code that was imported

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from neurocoder_lab import experiments, results
+from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.run import execute, finished, folder_of, ignoring, stopping
-from neurocoder_lab.store import LabError, Stopped, make_folder, read_json, replacing
+from neurocoder_lab.provenance import dirty
+from neurocoder_lab.run import execute, finished, folder_of
+from neurocoder_lab.signals import handling, stopping
+from neurocoder_lab.store import make_folder, read_json, replacing
 from neurocoder_lab.task import Config, Experiment, as_dict
 
 ATTEMPTS = 3  # of a run whose process or node died
@@ -73,31 +76,55 @@ def sweep(
     return [*outcomes.values()]
 
 
-def distil(experiment: Experiment, configs: list[Config], runs: Path, folder: Path, dirty_too: bool = False) -> Path:
-    """Merge what those of these runs that are finished found into <folder>/<experiment>.json; returns the file.
+def command_of(experiment: Experiment, axes: dict[str, tuple[Any, ...]], seeds: int, budget: str) -> str:
+    """What to type for this sweep anywhere: nothing of folders and workers, and no axis that is taken as it comes."""
+    words = f"neurocoder sweep {experiment.name} --budget {budget} --seeds {seeds}"
+    for name, values in experiment.axes.items():
+        chosen = [value for value in values if value in axes[name]]
+        if {*chosen} != {*experiment.main.get(name, values)}:
+            words += f" --{name} {' '.join(map(str, chosen))}"
+    return words
 
-    Runs of uncommitted code are left out, and named, unless asked for.
+
+def distil(
+    experiment: Experiment,
+    configs: list[Config],
+    runs: Path,
+    folder: Path,
+    command: str,
+    dirty_too: bool = False,
+) -> Path:
+    """Merge what came of those of these runs that are finished into <folder>/<experiment>.json; returns the file.
+
+    Each keeps the command that made it. Runs of uncommitted code are left out, and named, unless asked for.
     """
-    found = []
+    distilled = []
     for config in configs:
         place = folder_of(experiment, config, runs)
         try:
-            result = finished(experiment, config, runs)
-            if result is None:
-                continue
-            rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-            environment = read_json(place / "environment.json")
+            run = _distilled(experiment, config, runs)
         except (LabError, OSError, ValueError) as error:
             print(f"left out {place}: {error}", file=sys.stderr)
             continue
-        curve = {name: [results.round_(row[name]) for row in rows] for name in rows[0]} if rows else {}
-        run = {"config": as_dict(experiment.resolve(config)), **result, "curve": curve, "environment": environment}
-        if results.dirty(run) and not dirty_too:
+        if run is None:
+            continue
+        if dirty(run["environment"]) and not dirty_too:
             what_to_do = "--dirty takes it in; to run it again, remove its folder"
             print(f"left out {place}: made by code with uncommitted changes ({what_to_do})", file=sys.stderr)
         else:
-            found.append(run)
-    return results.merge(folder, experiment.name, found)
+            distilled.append(run | {"command": command})
+    return results.merge(folder, experiment.name, distilled)
+
+
+def _distilled(experiment: Experiment, config: Config, runs: Path) -> dict[str, Any] | None:
+    """What is published of a run; None while it is not finished."""
+    result, place = finished(experiment, config, runs), folder_of(experiment, config, runs)
+    if result is None:
+        return None
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    curve = {name: [results.round_(row[name]) for row in rows] for name in rows[0]} if rows else {}
+    environment = read_json(place / "environment.json")
+    return {"config": as_dict(experiment.resolve(config)), **result, "curve": curve, "environment": environment}
 
 
 Job = tuple[str, Config, Path, float]
@@ -141,7 +168,8 @@ def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]],
         waiting, running = [(job, ATTEMPTS) for job in jobs], {}
         alive, _held = context.Pipe(duplex=False)  # its other end is closed when this process ends
         if jobs:
-            with ignoring(signal.SIGINT):  # a terminal's ctrl-C reaches all processes: this one ends the others
+            # a terminal's ctrl-C reaches all processes: this one ends the others
+            with handling(signal.SIG_IGN, signal.SIGINT):
                 forkserver.ensure_running()
         with stopping() as asked:
             while waiting or running:

@@ -12,9 +12,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 
 Budget = Literal["smoke", "desk", "paper"]
+Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
+Picture = tuple[str, str]  # title, SVG
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Experiment:
     """An experiment of the papers.
 
     Attributes:
-        name, reproduces, summary: for `neurocoder list`.
+        name: in commands and folders; `experiments.CATALOGUE` says more of it.
         config: its dataclass, a `Config`.
         axes: what a sweep can cross with the seeds: fields of the config and their values.
         metrics: numbers that a finished run has: what rules and tuning may name.
@@ -129,19 +131,16 @@ class Experiment:
         main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
         start: makes the task of a config whose fields are all filled in.
-        figures: from the distilled runs to (title, SVG) pairs for the report.
-        tables: from the distilled runs to (title, header, rows) for the report.
+        figures, tables: from the distilled runs to what the report shows of them.
     """
 
     name: str
-    reproduces: str
-    summary: str
     config: type[Config]
     axes: dict[str, tuple[Any, ...]]
     fill: Callable[[Any], dict[str, Any]]
     start: Callable[[Any], Task]
-    figures: Callable[[list[dict]], list[tuple[str, str]]]
-    tables: Callable[[list[dict]], list[tuple[str, list[str], list[list[str]]]]]
+    figures: Callable[[Any], list[Picture]]
+    tables: Callable[[Any], list[Table]]
     main: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     grids: list[Grid] = field(default_factory=list)

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.run import execute
-from neurocoder_lab.store import LabError, Stopped
 from tests.lab.toy import EXPERIMENT, Toy
 
 if __name__ == "__main__":

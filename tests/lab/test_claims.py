@@ -93,9 +93,9 @@ def test_boundaries_need_a_single_step_that_hardly_moves(tmp_path):
         file.write_text(json.dumps(content))
         return {claim.id: claim for claim in claims.judge(tmp_path)}["nc-poly-boundaries"]
 
-    found = judged([3.0, 3.1, 2.9], [1.0, 1.1, 1.05])
-    assert found.verdict == "holds"
-    assert "single-step's mean 1.05" in found.ours
+    claim = judged([3.0, 3.1, 2.9], [1.0, 1.1, 1.05])
+    assert claim.verdict == "holds"
+    assert "single-step's mean 1.05" in claim.ours
     assert judged([3.0, 3.1, 2.9], [1.3, 1.4, 1.35]).verdict == "inconclusive"
     assert judged([0.5, 0.6, 0.55], [1.3, 1.4, 1.35]).verdict == "contradicted"
 

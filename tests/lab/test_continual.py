@@ -9,7 +9,7 @@ import neurocoder as nc
 from neurocoder_lab import continual
 from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, make, split, summary
 from neurocoder_lab.continual.training import Learner
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 from tests.lab.test_fisher import plain, slow_fisher
 
 DATA = (torch.randn(40, 6), torch.arange(40) % 4)
@@ -52,12 +52,12 @@ class SlowEWC:
 
     def finish(self, outputs, x, y):
         weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        found = slow_fisher(self.model, x)
+        importance = slow_fisher(self.model, x)
         if self.online and self.terms:
             old = self.terms[0][0]
-            self.terms = [({name: old[name] + found[name] for name in old}, weights)]
+            self.terms = [({name: old[name] + importance[name] for name in old}, weights)]
         else:
-            self.terms.append((found, weights))
+            self.terms.append((importance, weights))
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -282,8 +282,8 @@ def test_the_three_scenarios_of_the_same_data():
 
 def test_classes_may_be_tensors_and_any_numbers():
     order = torch.tensor([[3, 0], [1, 2]])
-    found, wanted = (split(DATA, DATA, groups, "class") for groups in (order, order.tolist()))
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(found.train, wanted.train, strict=True))
+    given, wanted = (split(DATA, DATA, groups, "class") for groups in (order, order.tolist()))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(given.train, wanted.train, strict=True))
     y = torch.tensor([-3, 10**12])[DATA[1] % 2]
     arrays = DATA[0].numpy(), y.numpy()
     (_, labels), *_ = split(arrays, arrays, [[-3, 10**12]], "task").train
@@ -321,13 +321,13 @@ def test_streams_refuse_what_makes_no_sense():
 
 def test_metrics_by_hand():
     matrix = torch.tensor([[50.0, 40, 30], [90, 50, 45], [70, 80, 40], [60, 70, 100]])
-    found = summary(matrix)
-    assert found["accuracy"] == pytest.approx(230 / 3)
-    assert found["learned"] == pytest.approx(90)
-    assert found["forgetting"] == pytest.approx((30 + 10) / 2)
-    assert found["backward_transfer"] == pytest.approx((-30 - 10) / 2)
-    assert found["forward_transfer"] == pytest.approx((50 - 40 + 40 - 30) / 2)
+    numbers = summary(matrix)
+    assert numbers["accuracy"] == pytest.approx(230 / 3)
+    assert numbers["learned"] == pytest.approx(90)
+    assert numbers["forgetting"] == pytest.approx((30 + 10) / 2)
+    assert numbers["backward_transfer"] == pytest.approx((-30 - 10) / 2)
+    assert numbers["forward_transfer"] == pytest.approx((50 - 40 + 40 - 30) / 2)
     assert summary(torch.tensor([[50.0], [90.0]])) == {"accuracy": 90.0, "learned": 90.0}
-    assert summary([*matrix]) == found
+    assert summary([*matrix]) == numbers
     with pytest.raises(ValueError, match="tasks \\+ 1"):
         summary(torch.zeros(3, 3))

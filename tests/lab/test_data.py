@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from neurocoder_lab import data
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 
 
 def write(folder, name: str, split: str, count: int, seed: int) -> None:

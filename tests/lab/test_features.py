@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import save_file
 
 from neurocoder_lab import features as module
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.features import features
 from neurocoder_lab.networks import resnet18
-from neurocoder_lab.store import LabError
 from tests.lab import pictures
 
 

@@ -173,10 +173,10 @@ def slow_fisher(model, x, outputs=None, y=None, extra=None):
     return total
 
 
-def close(found, wanted) -> None:
-    assert found.keys() == wanted.keys()
+def close(given, wanted) -> None:
+    assert given.keys() == wanted.keys()
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(given[name], wanted[name], rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -197,10 +197,10 @@ def test_heads_of_other_tasks_have_no_information_and_frozen_weights_none():
     model = MultiHead(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), [nn.Linear(5, 2), nn.Linear(5, 3)]).double()
     model.body[0].weight.requires_grad_(False)
     x = torch.randn(5, 6, dtype=torch.float64)
-    found = fisher(model, x, lambda x: model(x, 1))
-    assert "body.0.weight" not in found
-    assert not found["heads.0.weight"].any()
-    close(found, slow_fisher(model, x, lambda x: model(x, 1)))
+    ours = fisher(model, x, lambda x: model(x, 1))
+    assert "body.0.weight" not in ours
+    assert not ours["heads.0.weight"].any()
+    close(ours, slow_fisher(model, x, lambda x: model(x, 1)))
     with pytest.raises(ValueError, match="needs samples"):
         fisher(model, x[:0])
     with pytest.raises(ValueError, match="no parameter that is trained"):
@@ -215,10 +215,10 @@ def test_the_fisher_under_autocast_is_nearly_that_without():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)
 
-    exact, found = fisher(model, x), fisher(model, x, half)
-    assert all(p.dtype == torch.float32 for p in found.values())
+    exact, ours = fisher(model, x), fisher(model, x, half)
+    assert all(p.dtype == torch.float32 for p in ours.values())
     for name, wanted in exact.items():
-        assert (found[name] - wanted).abs().max() < 0.3 * wanted.max(), name
+        assert (ours[name] - wanted).abs().max() < 0.3 * wanted.max(), name
 
 
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 6), classes=st.integers(2, 4))

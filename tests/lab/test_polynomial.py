@@ -42,8 +42,8 @@ def test_attention_changes_are_told_from_noise():
     torch.manual_seed(0)
     model = polynomial.build("neurocoder-multi")
     x, _ = polynomial.sequences(64, 4, 0.0)
-    found = polynomial.attention_changes(model, x, 4)
-    assert found["boundary_ratio"] == pytest.approx(found["change_at_boundaries"] / found["change_inside"])
+    changes = polynomial.attention_changes(model, x, 4)
+    assert changes["boundary_ratio"] == pytest.approx(changes["change_at_boundaries"] / changes["change_inside"])
     steps = x.clone()  # a GRU without memory of its own sees a jump where its input jumps
     steps[..., 0], steps[..., 1] = 0, torch.arange(40).div(10, rounding_mode="floor") * 3.0
     with torch.no_grad():

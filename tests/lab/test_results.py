@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from neurocoder_lab import results, run, store
+from neurocoder_lab import provenance, results
 from neurocoder_lab.cli import main
+from neurocoder_lab.errors import LabError
 
 WORDS = ["sweep", "polynomial", "--budget", "smoke", "--setting", "plain"]
 
@@ -25,11 +26,11 @@ def made_up(model, seed, test=0.5, dirty=False, later=()):
 def test_merging_replaces_the_same_run_and_keeps_the_others(tmp_path):
     results.merge(tmp_path, "polynomial", [made_up("linear", 0), made_up("linear", 1), made_up("film", 0)])
     results.merge(tmp_path, "polynomial", [made_up("linear", 1, test=0.1), made_up("film", 1)])
-    found = results.load(tmp_path, "polynomial")
-    assert sorted((r["config"]["model"], r["config"]["seed"]) for r in found) == [
+    known = results.load(tmp_path, "polynomial")
+    assert sorted((r["config"]["model"], r["config"]["seed"]) for r in known) == [
         ("film", 0), ("film", 1), ("linear", 0), ("linear", 1),
     ]  # fmt: skip
-    assert found.where(model="linear").values("test") == [0.5, 0.1]
+    assert known.where(model="linear").values("test") == [0.5, 0.1]
 
 
 def test_runs_of_uncommitted_code_are_left_out_unless_asked_for(tmp_path):
@@ -46,16 +47,16 @@ def test_a_sweep_beside_published_runs_leaves_them_and_names_dirty_ones(tmp_path
     folder, places = tmp_path / "results", ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     results.merge(folder, "polynomial", [made_up("film", 0), made_up("film", 1)])
     monkeypatch.setattr("neurocoder_lab.sweep._on_processes", in_this_process)
-    monkeypatch.setattr(run, "source", lambda: {"commit": "abc", "dirty": True})
+    monkeypatch.setattr(provenance, "source", lambda: {"commit": "abc", "dirty": True})
     assert main([*WORDS, "--model", "linear", "--seeds", "1", *places]) == 0
     told = capsys.readouterr()
     assert "linear.plain.smoke" in told.err
     assert "uncommitted changes" in told.err
     assert len(results.load(folder, "polynomial", dirty_too=True)) == 2
     assert main([*WORDS, "--model", "linear", "--seeds", "1", "--dirty", *places]) == 0
-    found = results.load(folder, "polynomial", dirty_too=True)
-    assert len(found) == 3
-    assert len(found.where(model="film")) == 2
+    known = results.load(folder, "polynomial", dirty_too=True)
+    assert len(known) == 3
+    assert len(known.where(model="film")) == 2
 
 
 def in_this_process(workers, experiment):
@@ -70,21 +71,21 @@ def test_the_tree_is_dirty_where_code_is_changed_or_new(tmp_path, monkeypatch):
 
     package = tmp_path / "src" / "neurocoder_lab"
     package.mkdir(parents=True)
-    (package / "run.py").write_text("")
+    (package / "provenance.py").write_text("")
     (tmp_path / "README.md").write_text("")
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "begin")
-    monkeypatch.setattr(run, "__file__", str(package / "run.py"))
-    source = run.source.__wrapped__
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    source = provenance.source.__wrapped__
     assert source()["dirty"] is False
     (tmp_path / "README.md").write_text("words are no code")
     assert source()["dirty"] is False
     (package / "new.py").write_text("")
     assert source()["dirty"] is True
-    monkeypatch.setattr(run, "__file__", str(package / "new.py"))
+    monkeypatch.setattr(provenance, "__file__", str(package / "new.py"))
     assert source() == {"commit": "unknown", "dirty": True}
-    monkeypatch.setattr(run, "__file__", str(tmp_path / "site-packages" / "neurocoder_lab" / "run.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "neurocoder_lab" / "provenance.py"))
     (tmp_path / "site-packages").mkdir()
     assert source() == {"commit": "unknown", "dirty": False}
 
@@ -96,8 +97,8 @@ def test_superseded_runs_are_taken_out_when_asked(tmp_path, capsys):
     assert "2 runs of 6 would be taken out" in capsys.readouterr().out
     assert len(results.load(tmp_path, "polynomial")) == 6
     assert main([*words, "--yes"]) == 0
-    found = results.load(tmp_path, "polynomial")
-    assert [(r["config"]["model"], r["config"]["seed"]) for r in found] == [
+    known = results.load(tmp_path, "polynomial")
+    assert [(r["config"]["model"], r["config"]["seed"]) for r in known] == [
         ("linear", 1), ("film", 0), ("film", 1), ("film", 2),
     ]  # fmt: skip
     assert main(["retract", "polynomial", "--results", str(tmp_path), "--yes"]) == 0
@@ -121,8 +122,8 @@ def test_runs_made_again_with_other_settings_are_not_pooled(tmp_path, capsys):
 
 def test_what_is_superseded():
     def runs(rate, seeds, **more):
-        found = [made_up("linear", seed, **more) for seed in range(seeds)]
-        return [run | {"config": run["config"] | {"rate": rate}} for run in found]
+        plain = [made_up("linear", seed, **more) for seed in range(seeds)]
+        return [run | {"config": run["config"] | {"rate": rate}} for run in plain]
 
     def left(*made):
         all_ = results.Runs(run for some in made for run in some)
@@ -141,8 +142,8 @@ def test_settings_that_come_back_are_the_latest(tmp_path):
 
     for rate in (0.1, 0.5, 0.1):
         publish(rate)
-    found = results.load(tmp_path, "polynomial")
-    (old,) = results.superseded(found, ["model", "setting"])
+    known = results.load(tmp_path, "polynomial")
+    (old,) = results.superseded(known, ["model", "setting"])
     assert old["config"]["rate"] == 0.5
 
 
@@ -218,6 +219,6 @@ def test_a_retracted_run_is_run_again(tmp_path, capsys, monkeypatch):
 
 def test_a_results_file_that_is_cut_short_is_not_overwritten(tmp_path):
     (tmp_path / "polynomial.json").write_text('{"format": 1, "runs": [')
-    with pytest.raises(store.LabError, match="not whole JSON"):
+    with pytest.raises(LabError, match="not whole JSON"):
         results.merge(tmp_path, "polynomial", [made_up("linear", 0)])
     assert json.loads((tmp_path / "polynomial.json").read_text() + "]}")["runs"] == []

@@ -74,8 +74,8 @@ def verdict(name, *runs):
     """What a rule makes of runs, alone in its table."""
     rule = rules()[name]
     chosen = claims._chosen(rule, Runs(runs))
-    found = claims._corrected({name: rule}, {name: chosen}).get(name, (None, None))
-    return claims._verdict(rule, chosen, *found)
+    p_values = claims._corrected({name: rule}, {name: chosen}).get(name, (None, None))
+    return claims._verdict(rule, chosen, *p_values)
 
 
 def several(where, seeds=5, budget="desk", **numbers):

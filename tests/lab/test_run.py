@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from neurocoder_lab import run, store
+from neurocoder_lab import checkpoints, run
+from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.run import execute, folder_of
-from neurocoder_lab.store import LabError, Stopped
 from tests.lab.toy import EXPERIMENT, Toy, ToyTask
 
 PAUSE = 0.02  # so that a run lasts long enough to be killed
@@ -40,11 +40,11 @@ def whole(tmp_path_factory):
     return read(runs)
 
 
-def same(found, wanted) -> None:
-    assert found[0] == wanted[0]
-    assert found[1] == wanted[1]
-    assert found[2].keys() == wanted[2].keys()
-    assert all(torch.equal(found[2][name], tensor) for name, tensor in wanted[2].items())
+def same(given, wanted) -> None:
+    assert given[0] == wanted[0]
+    assert given[1] == wanted[1]
+    assert given[2].keys() == wanted[2].keys()
+    assert all(torch.equal(given[2][name], tensor) for name, tensor in wanted[2].items())
 
 
 def test_killed_ten_times_and_resumed_it_is_the_same_run(tmp_path, whole):
@@ -162,10 +162,10 @@ def test_a_full_disk_while_checkpointing_leaves_the_earlier_ones(tmp_path, monke
 
     def full(tensors, path, metadata):
         Path(path).write_bytes(b"half of it")
-        raise store.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise checkpoints.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "save_file", full)
+        patch.setattr(checkpoints, "save_file", full)
         with pytest.raises(LabError, match=r"no space left while writing .* what was there before is whole"):
             execute(EXPERIMENT, Toy(pause=PAUSE), tmp_path, checkpoint_seconds=0, quiet=True)
     assert {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()} == before
@@ -185,7 +185,7 @@ def test_a_disk_that_is_really_full(tmp_path):
         left = [*folder_of(EXPERIMENT, Toy(), disk).glob("checkpoints/*")]
         assert all(path.name.startswith("step-") for path in left)
         for path in left:
-            assert store.load_checkpoint(path.parent, 10**9) is not None
+            assert checkpoints.load_checkpoint(path.parent, 10**9) is not None
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -13,12 +13,12 @@ import torch
 import neurocoder as nc
 from neurocoder_lab import experiments
 from neurocoder_lab.cli import main
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import split_cifar, split_mnist
 from neurocoder_lab.experiments.split_cifar import SplitCifar
 from neurocoder_lab.experiments.split_mnist import SplitMnist
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
-from neurocoder_lab.store import LabError
 from tests.lab import pictures
 
 EXPERIMENT = split_mnist.EXPERIMENT
@@ -91,9 +91,9 @@ def test_two_processes_learn_what_one_does(tmp_path):
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_every_model_runs_in_every_scenario(tmp_path, model, scenario):
     config = SplitMnist(model=model, method="adagrad", scenario=scenario, budget="smoke", measure="validation")
-    found = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
-    assert 0 <= found["accuracy"] <= 100
-    assert found["forgetting"] >= -100
+    final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
+    assert 0 <= final["accuracy"] <= 100
+    assert final["forgetting"] >= -100
 
 
 def test_sizes_are_the_papers():
@@ -107,9 +107,9 @@ def test_sizes_are_the_papers():
 
 def test_split_cifar_runs_on_features(tmp_path):
     config = SplitCifar(budget="smoke", method="si", model="plain", rate=0.001, penalty=100.0)
-    found = execute(split_cifar.EXPERIMENT, config, tmp_path, quiet=True)["final"]
-    assert len(found["matrix"]) == 6
-    assert {*split_cifar.EXPERIMENT.metrics} <= found.keys()
+    final = execute(split_cifar.EXPERIMENT, config, tmp_path, quiet=True)["final"]
+    assert len(final["matrix"]) == 6
+    assert {*split_cifar.EXPERIMENT.metrics} <= final.keys()
     assert main(["run", "split-cifar", "--budget", "smoke", "--runs", str(tmp_path)]) == 0
     assert main(["sweep", "split-mnist", "--budget", "smoke", "--seeds", "1", "--model", "mlp", "--method", "adam",
                  "--runs", str(tmp_path), "--results", str(tmp_path), "--dirty"]) == 0  # fmt: skip

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,11 @@ import pytest
 import neurocoder as nc
 from neurocoder_lab import experiments, progress, results
 from neurocoder_lab.cli import main
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import polynomial
 from neurocoder_lab.experiments.polynomial import Polynomial
-from neurocoder_lab.report import _commands
-from neurocoder_lab.results import Runs
 from neurocoder_lab.run import folder_of
-from neurocoder_lab.store import LabError
-from neurocoder_lab.sweep import grid, sweep
+from neurocoder_lab.sweep import command_of, grid, sweep
 
 EXPERIMENT = polynomial.EXPERIMENT
 
@@ -38,9 +35,9 @@ def finals(runs: Path, chosen: list[Polynomial]) -> list[dict]:
 
 
 def test_a_grid_has_every_combination():
-    found = grid(EXPERIMENT, {"model": ("linear", "film"), "setting": ("plain", "noise")}, 3, budget="smoke")
-    assert len({*found}) == 12
-    assert [config.seed for config in found[:4]] == [0] * 4
+    configured = grid(EXPERIMENT, {"model": ("linear", "film"), "setting": ("plain", "noise")}, 3, budget="smoke")
+    assert len({*configured}) == 12
+    assert [config.seed for config in configured[:4]] == [0] * 4
 
 
 def test_finished_runs_are_skipped_and_failures_listed(tmp_path):
@@ -85,15 +82,15 @@ def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
     try:
         while len([file for file in tmp_path.rglob("metrics.jsonl") if file.stat().st_size]) < 2:
             time.sleep(0.05)
-        found = [lock.read_text() for lock in tmp_path.rglob("lock")]
+        processes = [lock.read_text() for lock in tmp_path.rglob("lock")]
         assert begun.poll() is None
     finally:
         begun.kill()
         begun.wait()
     until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < until:
+    while any(Path(f"/proc/{pid}").exists() for pid in processes) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     assert len([*tmp_path.rglob("step-*")]) == 2  # asked to stop, each wrote a checkpoint
 
 
@@ -153,7 +150,10 @@ def test_the_command_sweeps_distils_and_reports(tmp_path, capsys):
     words += ["--setting", "plain", "--runs", str(runs), "--dirty", "--results", str(tmp_path)]
     assert main(words) == 0
     assert "2 of 2 runs finished" in capsys.readouterr().out
-    assert len(results.load(tmp_path, "polynomial", dirty_too=True)) == 2
+    published = results.load(tmp_path, "polynomial", dirty_too=True)
+    assert [run["command"] for run in published] == [
+        "neurocoder sweep polynomial --budget smoke --seeds 1 --model linear neurocoder-multi --setting plain"
+    ] * 2
     assert main(words) == 0
     assert "2 of 2 runs are in" in capsys.readouterr().out
     assert main(["report", "--results", str(tmp_path), "--out", str(page), "--dirty"]) == 0
@@ -165,20 +165,32 @@ def test_the_command_sweeps_distils_and_reports(tmp_path, capsys):
     assert not re.search(r"(src|href)=.?(https?:|//)", text)
 
 
-def test_the_report_has_the_commands_that_make_its_runs():
+def test_a_command_says_what_is_not_so_by_default():
     axes = {"model": ("a", "b"), "width": (1, 2, 3)}
     experiment = replace(EXPERIMENT, name="toy", axes=axes, main={"width": (1, 2)})
+    plain = "neurocoder sweep toy --budget desk --seeds 2"
+    assert command_of(experiment, {"model": ("b", "a"), "width": (2, 1)}, 2, "desk") == plain
+    assert command_of(experiment, {"model": ("a",), "width": (3, 1)}, 2, "desk") == f"{plain} --model a --width 1 3"
 
-    def run(model, width, seed):
-        return {"config": {"model": model, "width": width, "seed": seed, "budget": "desk"}}
 
-    runs = [run(*place) for place in product("ba", (2, 1), (0, 1))]
-    assert _commands(experiment, Runs(runs)) == ["neurocoder sweep toy --budget desk --seeds 2"]
-    runs += [run("a", 3, 0)]
-    assert sorted(_commands(experiment, Runs(runs))) == [
-        "neurocoder sweep toy --budget desk --seeds 1 --model a --width 3",
-        "neurocoder sweep toy --budget desk --seeds 2",
-    ]
+def test_the_report_has_the_commands_that_made_its_runs(tmp_path):
+    def run(seed, **more):
+        config = {"model": "linear", "setting": "plain", "seed": seed, "budget": "desk"}
+        about = {"environment": {"commit": "abc", "versions": {"torch": "2"}}, "curve": {}, "seconds": 1.0}
+        return {"config": config, "final": {"test": 0.5, "parameters": 3}} | about | more
+
+    commands = [f"neurocoder sweep polynomial --seeds {seeds} --budget desk" for seeds in (2, 3)]
+    runs = [run(0, command=commands[0]), run(1, command=commands[0]), run(2, command=commands[1]), run(3)]
+    results.merge(tmp_path, "polynomial", runs)  # the last one is of a file without commands
+    page = tmp_path / "page.html"
+
+    def shown():
+        assert main(["report", "--results", str(tmp_path), "--out", str(page)]) == 0
+        return re.findall("<code>(.*?)</code>", page.read_text())
+
+    assert shown() == commands
+    results.retract(tmp_path, "polynomial", runs[2:3])
+    assert shown() == commands[:1]
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys):

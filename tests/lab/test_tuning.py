@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from neurocoder_lab import sweep, tuning
+from neurocoder_lab import results, search, sweep, tuning
 from neurocoder_lab.cli import main
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import polynomial
 from neurocoder_lab.experiments.split_mnist import EXPERIMENT as SPLIT
 from neurocoder_lab.experiments.split_mnist import SplitMnist
 from neurocoder_lab.results import deviation
 from neurocoder_lab.run import folder_of
-from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Grid
 
 
@@ -34,10 +34,10 @@ def row(tried, lower=False, **place):
 def test_the_best_mean_over_seeds_and_last_evaluations_is_chosen(tmp_path, in_this_process, capsys):
     experiment = replace(polynomial.EXPERIMENT, grids=[grid({"rate": (1e-6, 0.01, 1e30)})])
     with pytest.raises(LabError, match="3 runs failed"):
-        tuning.tune(experiment, tmp_path / "runs", tmp_path / "results", seeds=3, workers=1)
-    (found,) = json.loads((tmp_path / "results" / "tuned.json").read_text())
-    assert [tried["n"] for tried in found["tried"]] == [3, 3, 0]  # a rate that blows up is told, and not chosen
-    with tuning.at(tmp_path / "results"):
+        search.tune(experiment, tmp_path / "runs", tmp_path / "results", seeds=3, workers=1)
+    (place,) = json.loads((tmp_path / "results" / "tuned.json").read_text())
+    assert [tried["n"] for tried in place["tried"]] == [3, 3, 0]  # a rate that blows up is told, and not chosen
+    with results.at(tmp_path / "results"):
         assert tuning.best("polynomial", "rate", model="linear") == 0.01
     scores = []
     for seed in range(3):
@@ -46,8 +46,8 @@ def test_the_best_mean_over_seeds_and_last_evaluations_is_chosen(tmp_path, in_th
         )
         lines = (folder_of(experiment, config, tmp_path / "runs") / "metrics.jsonl").read_text().splitlines()
         scores.append(sum(json.loads(line)["validation"] for line in lines[-3:]) / 3)
-    assert found["tried"][1]["mean"] == pytest.approx(sum(scores) / 3, abs=1e-6)
-    assert found["tried"][1]["std"] == pytest.approx(deviation(scores), abs=1e-6)
+    assert place["tried"][1]["mean"] == pytest.approx(sum(scores) / 3, abs=1e-6)
+    assert place["tried"][1]["std"] == pytest.approx(deviation(scores), abs=1e-6)
     printed = capsys.readouterr()
     assert "linear: rate 0.01, validation" in printed.out
     assert "rate 1e+30: failed" in printed.out
@@ -58,11 +58,11 @@ def test_the_best_mean_over_seeds_and_last_evaluations_is_chosen(tmp_path, in_th
 def test_several_settings_are_tried_together_across_an_axis(tmp_path, in_this_process):
     both = grid({"rate": (0.001, 0.01), "iterations": (5, 10)}, across={"setting": ("plain", "noise")})
     both = replace(both, fixed={"budget": "smoke"})
-    tuning.tune(replace(polynomial.EXPERIMENT, grids=[both]), tmp_path / "runs", tmp_path, seeds=3, workers=1)
-    (found,) = json.loads((tmp_path / "tuned.json").read_text())
-    assert len(found["tried"]) == 4
-    assert {tried["n"] for tried in found["tried"]} == {6}
-    with tuning.at(tmp_path):
+    search.tune(replace(polynomial.EXPERIMENT, grids=[both]), tmp_path / "runs", tmp_path, seeds=3, workers=1)
+    (place,) = json.loads((tmp_path / "tuned.json").read_text())
+    assert len(place["tried"]) == 4
+    assert {tried["n"] for tried in place["tried"]} == {6}
+    with results.at(tmp_path):
         assert tuning.best("polynomial", "iterations", model="linear") in (5, 10)
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_tuned_is_said(tmp_path, capsys):
     assert "penalty for --scenario task domain --model mlp" in capsys.readouterr().err
     for broken in ("[{", '{"format": 1}', '[{"experiment": "split-mnist"}]'):
         (tmp_path / "tuned.json").write_text(broken)
-        with tuning.at(tmp_path), pytest.raises(LabError, match="remove it and tune again"):
+        with results.at(tmp_path), pytest.raises(LabError, match="remove it and tune again"):
             tuning.known()
     with pytest.raises(LabError, match="nothing to tune"):
-        tuning.tune(replace(polynomial.EXPERIMENT, grids=[]), tmp_path, tmp_path, seeds=3, workers=1)
+        search.tune(replace(polynomial.EXPERIMENT, grids=[]), tmp_path, tmp_path, seeds=3, workers=1)

@@ -52,8 +52,6 @@ class ToyTask(Task):
 
 EXPERIMENT = Experiment(
     name="toy",
-    reproduces="nothing",
-    summary="a toy",
     config=Toy,
     axes={"model": ("em", "other")},
     fill=lambda config: {"iterations": 60},

@@ -170,9 +170,9 @@ class EWC(Anchored):
         self.empirical = empirical
 
     def _finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None) -> None:
-        found = fisher(self.model, x, outputs, y if self.empirical else None, extra)
+        importance = fisher(self.model, x, outputs, y if self.empirical else None, extra)
         weights = self._weights()
-        for name, new in found.items():
+        for name, new in importance.items():
             if name not in self.importance:
                 self.importance[name], self.anchor[name] = new, weights[name]
                 continue

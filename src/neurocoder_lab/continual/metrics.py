@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from neurocoder.walk import evaluating
 from neurocoder_lab.continual.stream import Stream
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 
 ROWS = 1000  # at once
 
@@ -19,7 +19,7 @@ def accuracies(stream: Stream, model: nn.Module, learned: int) -> Tensor:
     """Accuracy on the test data of each task in percent, (T,), after `learned` tasks: a row of the matrix."""
     if not 0 <= learned <= len(stream):
         raise ValueError(f"of {len(stream)} tasks {learned} cannot be learned")
-    found, device = [], next(model.parameters()).device
+    shares, device = [], next(model.parameters()).device
     with evaluating(model):
         for task, (x, y) in enumerate(stream.test):
             parts = [stream.logits(model, some.to(device), task, learned) for some in x.split(ROWS)]
@@ -29,8 +29,8 @@ def accuracies(stream: Stream, model: nn.Module, learned: int) -> Tensor:
                     f"the network's outputs for task {task} are not finite: NaN in its inputs, or training diverged"
                 )
             right = logits.argmax(-1) == y.cpu()
-            found.append(100 * right.float().mean())
-    return torch.stack(found)
+            shares.append(100 * right.float().mean())
+    return torch.stack(shares)
 
 
 def summary(matrix: Tensor | Sequence[Tensor]) -> dict[str, float]:
@@ -48,10 +48,10 @@ def summary(matrix: Tensor | Sequence[Tensor]) -> dict[str, float]:
     tasks = matrix.shape[-1]
     if matrix.shape != (tasks + 1, tasks):
         raise ValueError(f"the matrix must be (tasks + 1, tasks), got {tuple(matrix.shape)}")
-    found = {"accuracy": matrix[-1].mean().item(), "learned": matrix.diagonal(-1).mean().item()}
+    numbers = {"accuracy": matrix[-1].mean().item(), "learned": matrix.diagonal(-1).mean().item()}
     if tasks > 1:
         learned, last = matrix.diagonal(-1), matrix[-1]
-        found["forgetting"] = (matrix[1:-1].amax(0) - last)[:-1].mean().item()
-        found["backward_transfer"] = (last - learned)[:-1].mean().item()
-        found["forward_transfer"] = (matrix.diagonal() - matrix[0])[1:].mean().item()
-    return found
+        numbers["forgetting"] = (matrix[1:-1].amax(0) - last)[:-1].mean().item()
+        numbers["backward_transfer"] = (last - learned)[:-1].mean().item()
+        numbers["forward_transfer"] = (matrix.diagonal() - matrix[0])[1:].mean().item()
+    return numbers

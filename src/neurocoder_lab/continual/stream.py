@@ -110,13 +110,13 @@ def split(train: Labelled, test: Labelled, classes: Sequence[Sequence[int]], sce
 
     def tasks(data: Labelled) -> tuple[Labelled, ...]:
         x, y = data
-        found, before = [], 0
+        parts, before = [], 0
         for group in classes:
             same = y[:, None] == torch.tensor(group, device=y.device)
             rows = same.any(1)
-            found.append((x[rows], same[rows].long().argmax(1) + (before if scenario == "class" else 0)))
+            parts.append((x[rows], same[rows].long().argmax(1) + (before if scenario == "class" else 0)))
             before += len(group)
-        return tuple(found)
+        return tuple(parts)
 
     return Stream(scenario, tasks(train), tasks(test), tuple(map(len, classes)))
 

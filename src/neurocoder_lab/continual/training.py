@@ -20,7 +20,7 @@ from neurocoder_lab.continual.methods import Method
 from neurocoder_lab.continual.metrics import accuracies, summary
 from neurocoder_lab.continual.stream import MultiHead, Scenario, Stream, split
 from neurocoder_lab.data import Examples
-from neurocoder_lab.store import LabError
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.task import Config, Task
 
 METRICS = ("steps", "parameters", "accuracy", "learned", "forgetting", "backward_transfer", "forward_transfer")

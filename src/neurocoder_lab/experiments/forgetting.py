@@ -26,7 +26,7 @@ from neurocoder_lab.continual.movement import MEASURES, SUBSETS, addresses, laye
 from neurocoder_lab.continual.stream import Stream
 from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, orthogonal
 from neurocoder_lab.results import Runs, deviation, spread
-from neurocoder_lab.task import Experiment
+from neurocoder_lab.task import Experiment, Picture, Table
 from neurocoder_lab.tuning import best
 
 Variant = Literal[
@@ -234,7 +234,7 @@ def start(config: Forgetting) -> Watched:
     return learner
 
 
-def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+def tabulate(runs: Runs) -> list[Table]:
     """Accuracy of every variant, and what putting parts back is worth."""
     columns = [(scenario, method) for scenario in SCENARIOS for method in METHODS
                if runs.where(scenario=scenario, method=method)]  # fmt: skip
@@ -266,7 +266,7 @@ def _worth(runs: Runs, variant: Variant, subset: tuple[str, ...]) -> list[float]
     return [ending["put_back"]["+".join(subset)] for ending in endings if "put_back" in ending]
 
 
-def draw(runs: Runs) -> list[tuple[str, str]]:
+def draw(runs: Runs) -> list[Picture]:
     """How far each part moves while tasks 2 to 5 are learned, and what putting it back is worth."""
     pictures = []
     for scenario in SCENARIOS:
@@ -287,8 +287,6 @@ def draw(runs: Runs) -> list[tuple[str, str]]:
 
 EXPERIMENT = Experiment(
     name="forgetting",
-    reproduces="ours: why Table 3 does not come out",
-    summary="Split MNIST, watched: what moves while later tasks are learned, what it costs, and variants that hold it",
     config=Forgetting,
     metrics=(*METRICS, *(f"moved_{what}" for what in MEASURES)),
     axes={"variant": VARIANTS, "method": METHODS, "scenario": SCENARIOS},

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder_lab import figures
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import Recurrent
 from neurocoder_lab.results import Runs, spread
-from neurocoder_lab.store import LabError
-from neurocoder_lab.task import Config, Experiment, Grid, Task
+from neurocoder_lab.task import Config, Experiment, Grid, Picture, Table, Task
 from neurocoder_lab.tuning import best
 
 Model = Literal[
@@ -174,22 +174,22 @@ def attention_changes(model: nn.Module, x: Tensor, chunks: int) -> dict[str, Any
     }
 
 
-def draw(runs: Runs) -> list[tuple[str, str]]:
+def draw(runs: Runs) -> list[Picture]:
     """Fig 6 for every setting, Fig 5 for single- and multi-step."""
-    found = []
+    pictures = []
     for setting in SETTINGS:
         curves = {NAMES[model]: runs.where(setting=setting, model=model).curve("validation") for model in MODELS}
         curves = {name: curve for name, curve in curves.items() if curve is not None}
         if curves:
-            found.append((f"Fig 6, {setting}: validation MSE, mean ± std over seeds", figures.curves(curves, "MSE")))
+            pictures.append((f"Fig 6, {setting}: validation MSE, mean ± std over seeds", figures.curves(curves, "MSE")))
     for model in ("neurocoder-multi", "neurocoder-single"):
         for run in runs.where(setting="plain", model=model)[:1]:
             title = f"Fig 5, {NAMES[model]}: attention over M_U for the first component, and the prediction"
-            found.append((title, figures.attention(run["final"]["example"])))
-    return found
+            pictures.append((title, figures.attention(run["final"]["example"])))
+    return pictures
 
 
-def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+def tabulate(runs: Runs) -> list[Table]:
     header = [
         "head",
         "parameters",
@@ -208,8 +208,6 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
 
 EXPERIMENT = Experiment(
     name="polynomial",
-    reproduces="Neurocoder, Figs 5 and 6",
-    summary="a GRU predicts sequences whose polynomial changes: seven heads; plain, noisy, twice the polynomials",
     config=Polynomial,
     metrics=("steps", "parameters", "validation", "test", "target_variance", "boundary_ratio"),
     axes={"model": MODELS, "setting": SETTINGS},

@@ -21,11 +21,11 @@ import neurocoder as nc
 from neurocoder_lab import figures
 from neurocoder_lab.continual import MultiHead, make
 from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, check_form, orthogonal
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.features import Backbone, features
 from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, spread
-from neurocoder_lab.store import LabError
-from neurocoder_lab.task import Experiment, Grid
+from neurocoder_lab.task import Experiment, Grid, Picture, Table
 from neurocoder_lab.tuning import best
 
 Dataset = Literal["cifar10", "cifar100"]
@@ -110,20 +110,20 @@ def build(dataset: Dataset, width: int, sharpness: float) -> MultiHead:
 def start(config: SplitCifar) -> Learner:
     if config.rate is None or config.penalty is None:
         raise LabError("this is not tuned yet: neurocoder tune split-cifar")
-    found = features(config.dataset, config.backbone, config.weights)
-    stream = config.stream(found, TASKS[config.dataset], "task", Tensor.float)
-    model = build(config.dataset, found.train[0].shape[1], config.sharpness)
+    examples = features(config.dataset, config.backbone, config.weights)
+    stream = config.stream(examples, TASKS[config.dataset], "task", Tensor.float)
+    model = build(config.dataset, examples.train[0].shape[1], config.sharpness)
     optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, fused=True)
     method = make("si", model, config.penalty) if config.method == "si" else make("adam", model)
     extra = orthogonal(model, config.orthogonal) if config.orthogonal else None
     learner = Learner(model, optimiser, stream, method, config.epochs, BATCH, extra)
-    learner.fingerprint = found.fingerprint
+    learner.fingerprint = examples.fingerprint
     return learner
 
 
-def draw(runs: Runs) -> list[tuple[str, str]]:
+def draw(runs: Runs) -> list[Picture]:
     """Fig 8 for both data sets."""
-    found = []
+    pictures = []
     for dataset in DATASETS:
         curves = {}
         for method in METHODS:
@@ -134,12 +134,12 @@ def draw(runs: Runs) -> list[tuple[str, str]]:
                     curves[name] = ([*range(1, len(curve[0]) + 1)], *curve[1:])
         if curves:
             title = f"Fig 8, Split {TITLES[dataset]}: average accuracy over the tasks learned so far, mean ± std"
-            found.append((title, figures.curves(curves, "accuracy, %", log=False, over="tasks learned")))
-    return found
+            pictures.append((title, figures.curves(curves, "accuracy, %", log=False, over="tasks learned")))
+    return pictures
 
 
-def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
-    found = []
+def tabulate(runs: Runs) -> list[Table]:
+    tables = []
     for dataset in DATASETS:
         header = ["head", "method", "parameters", "final accuracy", "forgetting", "when learned"]
         rows = []
@@ -151,14 +151,12 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
                     size = f"{mine[0]['final']['parameters']:,}"
                     rows.append([NAMES[model], "SI" if method == "si" else "none", size, *cells])
         if rows:
-            found.append((f"Split {TITLES[dataset]} after the last task, %", header, rows))
-    return found
+            tables.append((f"Split {TITLES[dataset]} after the last task, %", header, rows))
+    return tables
 
 
 EXPERIMENT = Experiment(
     name="split-cifar",
-    reproduces="Neurocoder, Fig 8",
-    summary="image tasks one after the other on a frozen backbone: plain and Neurocoder heads, with and without SI",
     config=SplitCifar,
     metrics=METRICS,
     axes={"dataset": DATASETS, "model": MODELS, "method": METHODS},

@@ -10,7 +10,7 @@ loss chosen on held-out data, and `neurocoder-authors`, with all the choices of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from statistics import mean
 from typing import Any, Literal
 
@@ -18,24 +18,28 @@ import torch
 from torch import nn
 
 import neurocoder as nc
-from neurocoder_lab import data, figures
-from neurocoder_lab.claims import published
+from neurocoder_lab import data, figures, papers
 from neurocoder_lab.continual import make
 from neurocoder_lab.continual.digits import BATCH, BENCHMARK, EPOCHS, EXAMPLES, TASKS, network, prepare
 from neurocoder_lab.continual.methods import TITLES
 from neurocoder_lab.continual.methods import Name as Method
 from neurocoder_lab.continual.stream import SCENARIOS, Scenario
 from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, check_form, orthogonal
+from neurocoder_lab.errors import LabError
+from neurocoder_lab.papers import Spread
 from neurocoder_lab.results import Runs, deviation, spread
-from neurocoder_lab.store import LabError
-from neurocoder_lab.task import Experiment, Grid
+from neurocoder_lab.task import Experiment, Grid, Picture, Table
 from neurocoder_lab.tuning import best
 
 Model = Literal["mlp", "nsm", "neurocoder", "neurocoder-authors"]
 Form = Literal["neurocoder", "neurocoder-authors"]
+Hidden = Literal[256, 400]
+Strength = Literal["benchmark", "tuned"]
 MODELS: tuple[Model, ...] = Model.__args__
 FORMS: tuple[Form, ...] = Form.__args__
 METHODS: tuple[Method, ...] = Method.__args__
+HIDDEN: tuple[Hidden, ...] = Hidden.__args__
+STRENGTHS: tuple[Strength, ...] = Strength.__args__
 NAMES = {"mlp": "MLP", "nsm": "NSM", "neurocoder": "Neurocoder", "neurocoder-authors": "Neurocoder, authors' choices"}
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -58,14 +62,6 @@ GRID: dict[str, tuple[float, ...]] = {
     "ewc": (10.0, 100.0, 1000.0, 10_000.0, 100_000.0),
     "oewc": (10.0, 100.0, 1000.0, 10_000.0, 100_000.0),
 }
-# what the authors' published runs logged, 400 hidden units
-LOGS: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
-    ("domain", "adam"): {"mlp": (53.38, 1.39), "neurocoder": (57.07, 0.45)},
-    ("domain", "adagrad"): {"mlp": (56.16, 1.79), "neurocoder": (60.60, 0.49)},
-    ("domain", "ewc"): {"mlp": (56.88, 2.18), "neurocoder": (62.56, 1.07)},
-    ("domain", "oewc"): {"mlp": (59.64, 3.13), "neurocoder": (71.79, 2.04)},
-    ("domain", "l2"): {"mlp": (63.27, 3.94)},
-}
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,9 @@ class SplitMnist(StreamConfig):
     """Plain training with Adam or Adagrad, or with Adam and a penalty: L2, SI, EWC, online EWC."""
     scenario: Scenario = "domain"
     """task: told which task, a head each; domain: not told, two outputs; class: not told, ten outputs."""
-    hidden: Literal[256, 400] = 256
+    hidden: Hidden = 256
     """Width of the hidden layers: 256 as in the paper's table of sizes, 400 as in the authors' logs."""
-    strength: Literal["benchmark", "tuned"] = "benchmark"
+    strength: Strength = "benchmark"
     """Strength of the penalty: as in the benchmark, or as tuned on held-out data for each model (256 hidden units)."""
     sharpness: float | None = None
     """Of the Neurocoder's attention; by default as chosen on held-out data, or the authors'."""
@@ -102,11 +98,15 @@ def fill(config: SplitMnist) -> dict[str, Any]:
         penalty = best("split-mnist", "penalty", scenario=config.scenario, model=config.model, method=config.method)
     elif config.method in GRID:
         penalty = BENCHMARK.get(config.scenario, {}).get(config.method)
-    form = {"neurocoder": PAPER, "neurocoder-authors": AUTHORS}.get(config.model, dict.fromkeys(PAPER, 0.0))
+    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | _form(config)
+
+
+def _form(config: SplitMnist) -> dict[str, float]:
+    """Sharpness and weight of the orthogonal loss: as chosen on held-out data, the authors', or none."""
     if config.model == "neurocoder":
         scenario = "domain" if config.scenario == "class" else config.scenario  # both have one head
-        form = {name: best("split-mnist", name, scenario=scenario) or value for name, value in PAPER.items()}
-    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | form
+        return {name: best("split-mnist", name, scenario=scenario) or value for name, value in PAPER.items()}
+    return AUTHORS if config.model == "neurocoder-authors" else dict.fromkeys(PAPER, 0.0)
 
 
 def build(model: Model, scenario: Scenario, hidden: int, sharpness: float = 0.0) -> nn.Module:
@@ -138,81 +138,87 @@ def start(config: SplitMnist) -> Learner:
     return learner
 
 
-def paper(scenario: str, method: str) -> dict[str, tuple[float, float]]:
-    """The paper's mean and standard deviation of each model; the class scenario is not in it."""
-    for claim in published():
-        if claim["id"] == f"nc-split-mnist-{scenario}-{method}":
-            found = {
-                model: (claim["paper"][model], claim["paper"]["std"][model]) for model in ("mlp", "nsm", *FORMS[:1])
-            }
-            return found | dict.fromkeys(FORMS, found["neurocoder"])
-    return {}
+def published(scenario: str, method: str, hidden: int) -> dict[str, Spread]:
+    """Theirs of each model: the paper's table (256 hidden units) or the authors' logs (400); no class scenario."""
+    if hidden == 256:
+        theirs = papers.spreads(f"nc-split-mnist-{scenario}-{method}")
+    else:
+        theirs = papers.LOGS.get((scenario, method), {})
+    return theirs | {form: theirs["neurocoder"] for form in FORMS if "neurocoder" in theirs}
 
 
-def logs(scenario: str, method: str) -> dict[str, tuple[float, float]]:
-    """What the authors logged of each model."""
-    found = LOGS.get((scenario, method), {})
-    return found | (dict.fromkeys(FORMS, found["neurocoder"]) if "neurocoder" in found else {})
-
-
-def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+def tabulate(runs: Runs) -> list[Table]:
     """Final average accuracy of every method and model, ours beside the paper's or the authors' logs."""
-    found = []
-    for hidden, scenario, strength in product((256, 400), SCENARIOS, ("benchmark", "tuned")):
+    tables = []
+    for hidden, scenario, strength in product(HIDDEN, SCENARIOS, STRENGTHS):
         here = runs.where(hidden=hidden, scenario=scenario)
         mine = here.where(strength=strength)
         if strength == "tuned" and mine:  # plain training has nothing to tune
             mine = Runs([*mine, *(run for run in here if run["config"]["method"] not in GRID)])
-        models = [model for model in MODELS if mine.where(model=model)]
-        beside = ["paper" if hidden == 256 else "authors' logs"] if scenario != "class" and strength != "tuned" else []
-        header = ["method", *(name for model in models for name in (NAMES[model], *beside))]
-        rows = []
-        for method in METHODS:
-            theirs = paper(scenario, method) if hidden == 256 else logs(scenario, method)
-            row = [TITLES[method]]
-            for model in models:
-                ran = mine.where(method=method, model=model)
-                chosen = f", λ = {ran[0]['config']['penalty']:g}" if ran.where(strength="tuned") else ""
-                row.append(spread(ran.values("accuracy")) + chosen)
-                if beside:
-                    row.append("{:.2f} ± {:.2f}".format(*theirs[model]) if model in theirs else "-")
-            rows += [row] if mine.where(method=method) else []
-        if rows:
+        if mine:
+            beside = "paper" if hidden == 256 else "authors' logs"
+            beside = "" if scenario == "class" or strength == "tuned" else beside
             title = f"Split MNIST, {scenario} scenario, {hidden} hidden units, {strength} penalties: accuracy in %"
-            found.append((title, header, rows))
-    return found
+            theirs = {method: published(scenario, method, hidden) for method in METHODS}
+            tables.append((title, *_header_and_rows(mine, theirs, beside)))
+    return tables
 
 
-def draw(runs: Runs) -> list[tuple[str, str]]:
+def _header_and_rows(
+    runs: Runs, theirs: dict[Method, dict[str, Spread]], beside: str
+) -> tuple[list[str], list[list[str]]]:
+    """A row a method, a column a model; with theirs right of each where `beside` names them."""
+
+    def pair(ours: str, others: str) -> list[str]:
+        return [ours, others] if beside else [ours]
+
+    models = [model for model in MODELS if runs.where(model=model)]
+    header = ["method", *(name for model in models for name in pair(NAMES[model], beside))]
+    rows = []
+    for method in METHODS:
+        if mine := runs.where(method=method):
+            cells = [pair(_ours(mine.where(model=model)), _theirs(theirs[method].get(model))) for model in models]
+            rows.append([TITLES[method], *chain(*cells)])
+    return header, rows
+
+
+def _ours(runs: Runs) -> str:
+    strength = f", λ = {runs[0]['config']['penalty']:g}" if runs.where(strength="tuned") else ""
+    return spread(runs.values("accuracy")) + strength
+
+
+def _theirs(known: Spread | None) -> str:
+    return "-" if known is None else "{:.2f} ± {:.2f}".format(*known)
+
+
+def draw(runs: Runs) -> list[Picture]:
     """Tables 3 and 4 as pictures."""
-    found = []
+    pictures = []
     for scenario in ("task", "domain"):
         mine = runs.where(hidden=256, scenario=scenario, strength="benchmark")
-        ours: dict[str, list[tuple[float, float] | None]] = {NAMES[model]: [] for model in MODELS}
-        theirs: dict[str, list[tuple[float, float] | None]] = {NAMES[model]: [] for model in MODELS}
+        ours: dict[str, list[Spread | None]] = {NAMES[model]: [] for model in MODELS}
+        theirs: dict[str, list[Spread | None]] = {NAMES[model]: [] for model in MODELS}
         for model, method in product(MODELS, METHODS):
             values = mine.where(model=model, method=method).values("accuracy")
             ours[NAMES[model]].append((mean(values), deviation(values)) if values else None)
-            theirs[NAMES[model]].append(paper(scenario, method)[model])
+            theirs[NAMES[model]].append(published(scenario, method, 256)[model])
         if mine:
             table = "Table 3" if scenario == "task" else "Table 4"
             title = f"{table}, {scenario} scenario: final accuracy, mean ± std over seeds; hollow: the paper's"
-            found.append((title, figures.dots(ours, theirs, [*TITLES.values()], "accuracy, %")))
-    return found
+            pictures.append((title, figures.dots(ours, theirs, [*TITLES.values()], "accuracy, %")))
+    return pictures
 
 
 EXPERIMENT = Experiment(
     name="split-mnist",
-    reproduces="Neurocoder, Tables 3 and 4",
-    summary="five two-way digit tasks one after the other: MLP, NSM, Neurocoder with six methods against forgetting",
     config=SplitMnist,
     metrics=METRICS,
     axes={
         "model": MODELS,
         "method": METHODS,
         "scenario": SCENARIOS,
-        "hidden": (256, 400),
-        "strength": ("benchmark", "tuned"),
+        "hidden": HIDDEN,
+        "strength": STRENGTHS,
     },
     fill=fill,
     start=start,

@@ -45,15 +45,15 @@ def _treebank() -> dict[str, Rule]:
         "mn-ptb-modules": (Compare(context, shuffled),),
         "mn-collapse": every([used], [used_r, used_k]),
     }
-    found = {name: Rule("penn-treebank", tests, enough=(level,)) for name, tests in treebank.items()}
-    found["mn-ptb-entropy"] = Rule(
+    by_claim = {name: Rule("penn-treebank", tests, enough=(level,)) for name, tests in treebank.items()}
+    by_claim["mn-ptb-entropy"] = Rule(
         "penn-treebank",
         (Bound(sure, 0.2 * log(15)), Bound(used, 0.5 * log(15))),
         (steady(sure, sure_r), steady(used, used_r)),
         enough=(level,),
         note="1 of 15 modules; the bounds are 0.2 ln 15 and 0.5 ln 15",
     )
-    return found
+    return by_claim
 
 
 def _toy() -> dict[str, Rule]:

@@ -62,11 +62,11 @@ def _polynomial() -> dict[str, Rule]:
             ),
         )
 
-    found = {}
+    by_claim = {}
     for setting in ("plain", "noise", "double"):
         ours = errors("neurocoder-single", "neurocoder-multi", setting=setting)
         theirs = errors("linear", "hypernet", "film", setting=setting)
-        found[f"nc-poly-{setting}"] = Rule("polynomial", every(ours, theirs), enough=learned(setting))
+        by_claim[f"nc-poly-{setting}"] = Rule("polynomial", every(ours, theirs), enough=learned(setting))
     multi, single = errors("neurocoder-multi"), errors("neurocoder-single")
     without = errors("neurocoder-multi-no-usage")
     moving, resting = (
@@ -85,7 +85,7 @@ def _polynomial() -> dict[str, Rule]:
         [Group({"model": model, "setting": "plain"}, "steps") for model in ("neurocoder-multi", "linear")],
         lambda values: min(map(min, values)) >= 10_000,
     )
-    return found | {
+    return by_claim | {
         "nc-poly-multi": Rule("polynomial", every(multi, single), enough=learned()),
         "nc-poly-usage": Rule("polynomial", every(multi, without), enough=learned()),
         "nc-poly-speed": Rule(
@@ -115,7 +115,7 @@ def _images() -> dict[str, Rule]:
     linear, ours = {"model": "linear"}, {"model": "neurocoder"}
     error, of_linear = Group(ours, "test_error", lower=True), Group(linear, "test_error", lower=True)
     several, single = {"model": "multi-10-slots"}, {"model": "single-30-slots"}
-    found = {
+    by_claim = {
         "nc-mnist-error": Rule(
             "mnist-linear",
             (Compare(error, of_linear),),
@@ -145,15 +145,15 @@ def _images() -> dict[str, Rule]:
                 "budget paper", [Group(fixed, "test", _published_length)], lambda values: min(values[0]) == 1
             )
             enough = (long,) if network == "densenet" else ()
-            found[f"nc-{dataset}-{network}"] = Rule("cifar", every(mine, others), enough=enough)
+            by_claim[f"nc-{dataset}-{network}"] = Rule("cifar", every(mine, others), enough=enough)
     tests, sizes = [], []
     for network, rivals in (("mlp", ("moe", "nsm")), ("lenet", ("moe-all-dense", "nsm-all-dense"))):
         fixed = {"network": network, "dataset": "cifar10"}
         tests += every(groups("test", "neurocoder", **fixed), groups("test", *rivals, **fixed))
         sizes += [no_larger({"model": "neurocoder"} | fixed, {"model": rival} | fixed, 0.2) for rival in rivals]
     note = "LeNet with all dense layers as MoE and NSM: with its output layer alone they are not that large"
-    found["nc-cifar-size"] = Rule("cifar", tuple(tests), tuple(sizes), note=note)
-    return found
+    by_claim["nc-cifar-size"] = Rule("cifar", tuple(tests), tuple(sizes), note=note)
+    return by_claim
 
 
 def _published_length(run: dict[str, Any]) -> float:
@@ -161,7 +161,7 @@ def _published_length(run: dict[str, Any]) -> float:
 
 
 def _sequences() -> dict[str, Rule]:
-    found = {}
+    by_claim = {}
     for game in ("seaquest", "mspacman", "frostbite", "montezuma"):
         ours, theirs, chance = (
             groups("score", *models, game=game) for models in (("neurocoder",), ("a3c", "hypernet"), ("random",))
@@ -177,7 +177,7 @@ def _sequences() -> dict[str, Rule]:
             [Group(group.where, "environment_steps") for group in (*ours, *theirs)],
             lambda values, million=million: min(map(min, values)) >= million * 1e6,
         )
-        found[f"nc-atari-{game}"] = Rule("atari", every(ours, theirs), enough=(learned, long))
+        by_claim[f"nc-atari-{game}"] = Rule("atari", every(ours, theirs), enough=(learned, long))
 
     def errors(metric: str, *models: str) -> list[Group]:
         return groups(metric, *models, tasks=8, lower=True)
@@ -185,7 +185,7 @@ def _sequences() -> dict[str, Rule]:
     (plain,) = errors("bit_error", "ntm")
     trained = Condition("8 tasks, the plain NTM below 20%", [plain], lambda values: mean(values[0]) < 20)
     rivals, settings = ("ntm", "nsm", "film"), ("longer", "more_repeats", "more_items", "more_tasks")
-    found["nc-algo-train"] = Rule(
+    by_claim["nc-algo-train"] = Rule(
         "algorithms",
         every(errors("bit_error", "neurocoder"), errors("bit_error", *rivals)),
         enough=(trained,),
@@ -195,14 +195,14 @@ def _sequences() -> dict[str, Rule]:
         every(errors(f"bit_error_{setting}", "neurocoder"), errors(f"bit_error_{setting}", *rivals, "hypernet"))
         for setting in settings
     ]
-    found["nc-algo-test"] = Rule(
+    by_claim["nc-algo-test"] = Rule(
         "algorithms", sum(tests, ()), enough=(trained,), note="Every testing setting by itself"
     )
-    return found
+    return by_claim
 
 
 def _continual() -> dict[str, Rule]:
-    found = {}
+    by_claim = {}
     for scenario in ("task", "domain"):
         preferred = best("split-mnist", "model", scenario=scenario)
         form = preferred or "neurocoder"
@@ -210,7 +210,7 @@ def _continual() -> dict[str, Rule]:
         for method in ("adam", "adagrad", "l2", "si", "ewc", "oewc"):
             fixed = {"scenario": scenario, "method": method, "hidden": 256, "strength": "benchmark"}
             ours, theirs = groups("accuracy", form, **fixed), groups("accuracy", "mlp", "nsm", **fixed)
-            found[f"nc-split-mnist-{scenario}-{method}"] = Rule(
+            by_claim[f"nc-split-mnist-{scenario}-{method}"] = Rule(
                 "split-mnist",
                 every(ours, theirs),
                 beside=tuple(groups("accuracy", other, **fixed)),
@@ -239,7 +239,7 @@ def _continual() -> dict[str, Rule]:
         return steady(ours[place], plain[place], must=False)
 
     with_si_too = (Compare(ours[hundred], plain[hundred]), Compare(ours[hundred], plain[hundred_si]))
-    return found | {
+    return by_claim | {
         "nc-split-cifar10": above(ten, by(ten)),
         "nc-split-cifar10-si": above(ten_si, by(ten_si), steady(ours[ten_si], plain[ten_si])),
         "nc-split-cifar100": Rule("split-cifar", with_si_too, (by(hundred, 5), spread(hundred))),
