@@ -20,8 +20,9 @@ from neurocoder import sizing
 from neurocoder.conditional import SHAPES, Conditional
 from neurocoder.functional import Rules
 from neurocoder.program.conv import Conv2d
-from neurocoder.program.layer import ProgramLayer, default_sharpness
+from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.linear import Linear
+from neurocoder.program.options import resolve
 from neurocoder.walk import named_modules, unwrap
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -129,7 +130,7 @@ def build(
     if not isinstance(old, layer.replaces):
         raise TypeError(f"an nn.{type(old).__name__} cannot become an {layer.name()}")
     if base == "frozen" and issubclass(layer, ProgramLayer):
-        _frozen_options(options)
+        options = _frozen_options(options)
     options |= {"device": device or old.weight.device, "dtype": old.weight.dtype}
     options["bias"] = old.bias is not None and base == "replace"  # a frozen base keeps its own
     new = layer(**{name: getattr(old, name) for name in SHAPES[layer.replaces]}, **options)
@@ -144,18 +145,13 @@ def build(
     return new.train(old.training)
 
 
-def _frozen_options(options: dict[str, Any]) -> None:
+def _frozen_options(options: dict[str, Any]) -> dict[str, Any]:
     """M_V starts at zero, and keys made from equal slots would be equal for ever: let them be free."""
-    memory, compat, rules = options.get("memory"), options.pop("compat", None), options.pop("rules", None)
-    if memory is not None and memory.right.any():
+    chosen = resolve(options)
+    if chosen["memory"] is not None and chosen["memory"].right.any():
         raise ValueError("base='frozen' starts with right vectors of zero; the given memory has others")
-    if compat not in (None, "authors") or (compat and rules):
-        raise ValueError(f"compat must be None or 'authors', and not beside rules; got {compat!r}")
-    steps = options.get("steps", 1)
-    if options.get("sharpness") is None:
-        options["sharpness"] = default_sharpness(options.get("key_dim", 5), steps, compat)
-    rules = Rules.authors(steps) if compat else rules or Rules()
-    options["rules"] = replace(rules, free_keys=(*rules.free_keys, "right"))
+    rules = chosen["rules"]
+    return chosen | {"rules": replace(rules, free_keys=(*rules.free_keys, "right"))}
 
 
 def freeze_bases(layers: Iterable[nn.Module]) -> None:
