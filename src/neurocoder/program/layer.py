@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from neurocoder.conditional import Attention
 from neurocoder.program.composer import Composer
 from neurocoder.program.composition import Composition
 from neurocoder.program.initialise import add_nothing, initialise, start_as
+from neurocoder.records import Attention
 
 
 class ProgramLayer(Composer):

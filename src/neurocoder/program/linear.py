@@ -76,8 +76,12 @@ class Linear(ProgramLayer):
         self._lean = plain and linear  # whether `lean` knows how to do it
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
-        if self._lean and control is None and self._calls is None and lean.possible(x, self.gain.dtype):
-            self.check(x, -1, self.in_features)
+        if (
+            self._lean
+            and control is None
+            and self._calls is None
+            and lean.possible(x, self.in_features, self.gain.dtype)
+        ):
             y = lean.run(x, self._once("all", self._fixed))
             return y if self.base is None else y + self.base(x)
         lead, x_YI, control_NC = self._arrange(x, control)
@@ -95,17 +99,18 @@ class Linear(ProgramLayer):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _fixed(self) -> lean.Fixed:
+        """What a call on few rows needs that does not depend on them."""
         memory, controller = self.memory, self.controller
         return lean.Fixed(
-            controller.weight,
-            controller.bias[:, None],
-            memory.left,
-            sharpen(memory.keys(), self.sharpness / log(2)),
-            memory.values,
-            memory.right * self.gain,
-            self.bias,
-            self.sharpness,
-            self.controller_sees == "read",
+            weight_XC=controller.weight,
+            bias_X1=controller.bias[:, None],
+            left_PI=memory.left,
+            sharp_MPK=sharpen(memory.keys(), self.sharpness / log(2)),
+            values_P=memory.values,
+            right_PO=memory.right * self.gain,
+            bias_O=self.bias,
+            sharpness=self.sharpness,
+            reads=self.controller_sees == "read",
         )
 
     def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:

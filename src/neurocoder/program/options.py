@@ -106,3 +106,9 @@ def _resolve_rules(
     if not 0 < sharpness < float("inf"):
         raise ValueError(f"sharpness must be a positive number, got {sharpness}")
     return {"compat": None, "rules": Rules.authors(steps) if compat else rules or PAPER, "sharpness": sharpness}
+
+
+def from_json(options: dict[str, Any]) -> dict[str, Any]:
+    """Constructor options from what `Composer.options` gave, read from a file."""
+    rules = options.get("rules")
+    return options if rules is None else options | {"rules": Rules(**rules | {"free_keys": tuple(rules["free_keys"])})}

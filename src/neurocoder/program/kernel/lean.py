@@ -35,12 +35,14 @@ class Fixed(NamedTuple):
     reads: bool  # whether the controller looks at what the left programs read
 
 
-def possible(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows can be done here: few, of the layer's type, and nobody differentiates or maps."""
+def possible(x: Tensor, width: int, dtype: torch.dtype) -> bool:
+    """Whether rows can be done here: few, of the layer's width and type, and nobody differentiates or maps."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or watched():
         return False
-    few = isinstance(x, Tensor) and x.dim() == 2 and 0 < x.shape[0] <= _FEW
-    return few and x.dtype == dtype and dtype in _WHOLE and not autocasting(x)
+    if not isinstance(x, Tensor) or x.dim() != 2 or autocasting(x):
+        return False
+    rows, columns = x.shape
+    return 0 < rows <= _FEW and columns == width and x.dtype == dtype and dtype in _WHOLE
 
 
 def run(x_NI: Tensor, fixed: Fixed) -> Tensor:
