@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
 
 def watched() -> bool:
     """Whether `torch.func` maps or differentiates what is called now, or forward-mode derivatives are taken.
 
     PyTorch has no public word for either; where it comes to have other private ones, somebody may always be watching.
     """
-    transformed = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return transformed is None or transformed() or getattr(forward_ad, "_current_level", 0) >= 0
+    return _transformed() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
 class Kept:

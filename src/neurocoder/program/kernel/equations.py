@@ -31,11 +31,9 @@ def unit_queries_backward(d_unit: Tensor, unit_MKRN: Tensor, scale: Tensor) -> T
 
 
 def score(unit_MKRN: Tensor, sharp_MPK: Tensor, sharpness: float) -> Tensor:
-    """The sharpened cosines inside of Eq. 11, (M, P, R, N), small enough for their exponentials."""
+    """The sharpened cosines inside of Eq. 11, (M, P, R * N), small enough for their exponentials."""
     score_MPX = torch.bmm(sharp_MPK, unit_MKRN.flatten(2))
-    if sharpness > _SAFE:
-        score_MPX.sub_(score_MPX.amax(1, keepdim=True))
-    return score_MPX.view(*score_MPX.shape[:2], *unit_MKRN.shape[2:])
+    return score_MPX if sharpness <= _SAFE else score_MPX.sub_(score_MPX.amax(1, keepdim=True))
 
 
 def score_backward(d_score_MPX: Tensor, unit_MKRN: Tensor, sharp_MPK: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,9 +42,9 @@ def score_backward(d_score_MPX: Tensor, unit_MKRN: Tensor, sharp_MPK: Tensor) ->
     return d_unit, torch.bmm(d_score_MPX, unit_MKRN.flatten(2).transpose(1, 2))
 
 
-def by_step(score_MPRN: Tensor, heads: int) -> Tensor:
-    """Components as steps and heads: (J, P, M, H, N)."""
-    return score_MPRN.unflatten(2, (-1, heads)).permute(2, 1, 0, 3, 4)
+def by_step(score_MPX: Tensor, steps: int, heads: int, rows: int) -> Tensor:
+    """Scores as (J, P, M, H, N)."""
+    return score_MPX.view(3, score_MPX.shape[1], steps, heads, rows).permute(2, 1, 0, 3, 4)
 
 
 def exponential(score_JPMHN: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_outputs):
         d_part, d_sigma, *_ = d_outputs
-        inputs, outputs = _saved_inputs(ctx), Outputs(*ctx.saved_tensors[len(Inputs._fields) - 1 :])
+        saved, given = ctx.saved_tensors, len(Inputs._fields) - 1
+        inputs, outputs = Inputs(*saved[:given], ctx.setting), Outputs(*saved[given:])
         d_part = torch.zeros_like(outputs.part_PN) if d_part is None else d_part
         d_sigma = torch.zeros_like(outputs.sigma_RN) if d_sigma is None else d_sigma
         if torch.is_grad_enabled() or not _in_memory(d_part):  # to be differentiated in turn, or a batch of gradients
@@ -132,7 +133,7 @@ class _Compose(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        run, tensors = _differentiable(_saved_inputs(ctx))
+        run, tensors = _differentiable(Inputs(*ctx.saved_tensors[: len(Inputs._fields) - 1], ctx.setting))
         given = Inputs(*tangents)._asdict()
         along = [torch.zeros_like(tensor) if given[name] is None else given[name] for name, tensor in tensors.items()]
         _, (part, sigma) = torch.func.jvp(run, (*tensors.values(),), (*along,))[:2]
@@ -144,10 +145,6 @@ class _Compose(torch.autograd.Function):
         if any(dims[name] is not None for name in _SHARED):
             return _each(info.batch_size, dims, Inputs(*inputs))
         return _folded(info.batch_size, dims, Inputs(*inputs))
-
-
-def _saved_inputs(ctx) -> Inputs:
-    return Inputs(*ctx.saved_tensors[: len(Inputs._fields) - 1], ctx.setting)
 
 
 def _in_memory(tensor: Tensor) -> bool:
@@ -190,17 +187,17 @@ def _folded(size: int, dims: dict[str, int | None], inputs: Inputs) -> tuple[tup
 
 def _forward(inputs: Inputs) -> Outputs:
     query, sharp, gate, read, values, (heads, least_used, sharpness) = inputs
+    components, rows = query.shape[2:]
+    steps, together = (1, components) if gate is None else (components // heads, heads)
     unit, scale = equations.unit_queries(query)
-    score_MPRN = equations.score(unit, sharp, sharpness)
-    content = equations.exponential(equations.by_step(score_MPRN, query.shape[2] if gate is None else heads))
-    del score_MPRN  # what is freed here is written next, while it is in the cache
-    content = equations.normalise(content)
-    recursion = ()
-    attention = content
+    score_MPX = equations.score(unit, sharp, sharpness)
+    content = equations.exponential(equations.by_step(score_MPX, steps, together, rows))
+    del score_MPX  # what is freed here is written next, while it is in the cache
+    attention, recursion = equations.normalise(content), ()
     if gate is not None:
         open_ = usage.opened(gate, heads)
-        steps = usage.attend(content, open_, least_used)
-        attention, recursion = steps.attention_JPMHN, (open_, *steps)
+        recursed = usage.attend(content, open_, least_used)
+        attention, recursion = recursed.attention_JPMHN, (open_, *recursed)
     left, right, weights = attention.unbind(2)
     sigma_RN, terms = equations.singular_values(values, weights)
     part_PN, inner = equations.transform(read, left, sigma_RN, right)

@@ -32,8 +32,8 @@ class Scratch(NamedTuple):
 def opened(gate_MPRN: Tensor, heads: int) -> Tensor:
     """Open gates (J, P, M, H, N); J is 1 where steps share them, as they do with a gate (M, P, 1, N)."""
     own = heads if gate_MPRN.shape[2] > 1 else 1
-    gate_JPMHN = gate_MPRN.transpose(0, 1).unflatten(2, (-1, own)).movedim(2, 0)
-    return gate_JPMHN.expand(-1, -1, -1, heads, -1).sigmoid().contiguous()
+    open_JPMHN = gate_MPRN.sigmoid().transpose(0, 1).unflatten(2, (-1, own)).movedim(2, 0)
+    return open_JPMHN.expand(-1, -1, -1, heads, -1).contiguous()
 
 
 def opened_backward(d_open: Tensor, open_JPMHN: Tensor, shut: Tensor, shared: bool) -> Tensor:
