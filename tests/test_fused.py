@@ -52,6 +52,17 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_only_a_cpu_cuts_rows_into_blocks(monkeypatch):
+    calls, honest = [], fused._forward
+    monkeypatch.setattr(fused, "_BLOCK", 1)  # a row a block
+    monkeypatch.setattr(fused, "_forward", lambda inputs: calls.append(1) or honest(inputs))
+    for device, wanted in (("cpu", 9), ("meta", 1)):
+        calls.clear()
+        given = [tensor.detach().to(device) for tensor in tensors(gate=1)]
+        part, _ = fused.compose_rows(*given, fused.Setting(2, 12, 3.0), PAPER)
+        assert (len(calls), part.shape) == (wanted, (12, 9))
+
+
 def test_a_layer_takes_the_fast_path_and_a_wrong_backward_would_show(monkeypatch):
     given, setting = tensors(gate=1), fused.Setting(2, 3, 3.0)
     part, _ = fused.compose_rows(*given, setting, PAPER)

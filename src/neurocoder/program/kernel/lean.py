@@ -50,12 +50,14 @@ def run(x_NI: Tensor, fixed: Fixed) -> Tensor:
     x_IN = x_NI.t()
     read_PN = torch.mm(left_PI, x_IN)
     signal_XN = torch.addmm(bias_X1, weight_XC, read_PN if reads else x_IN)
-    unit_MKX, _ = equations.unit_queries(signal_XN.view(3, sharp_MPK.shape[2], -1))
+    banks, slots, key_dim = sharp_MPK.shape
+    components, rows = signal_XN.shape[0] // (banks * key_dim), x_NI.shape[0]
+    unit_MKX, _ = equations.unit_queries(signal_XN.view(banks, key_dim, components * rows))
     content_MPX = equations.normalise(equations.score(unit_MKX, sharp_MPK, sharpness).exp2_())
-    left, right, weights = content_MPX.view(3, len(values_P), -1, x_NI.shape[0]).unbind(0)
+    left, right, weights = content_MPX.view(banks, slots, components, rows).unbind(0)
     inner_RN = left.mul_(read_PN[:, None]).sum(0)
     terms_RN = F.softplus(torch.matmul(values_P, weights.flatten(1)).view_as(inner_RN))
-    sigma_RN = torch.mm(_ladder(len(terms_RN), terms_RN.dtype, terms_RN.device), terms_RN)
+    sigma_RN = torch.mm(_ladder(components, terms_RN.dtype, terms_RN.device), terms_RN)
     part_NP = right.mul_(inner_RN.mul_(sigma_RN)).sum(1).t()
     return torch.mm(part_NP, right_PO) if bias_O is None else torch.addmm(bias_O, part_NP, right_PO)
 
