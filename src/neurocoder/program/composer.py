@@ -21,7 +21,6 @@ from neurocoder.program.gates import gate_features, residual_scale, state_gate
 from neurocoder.program.kept import Kept
 from neurocoder.program.memory import ProgramMemory
 from neurocoder.program.options import OPTIONS, resolve
-from neurocoder.program.product import columns, product
 
 
 class Signals(NamedTuple):
@@ -109,7 +108,7 @@ class Composer(Conditional):
 
     def compose(self, control_NC: Tensor) -> Composition:
         """Attend to the memory for each row of the control (Eq. 8 to 15)."""
-        query_MKRN, gate, opening_N = self._signals(columns(control_NC))
+        query_MKRN, gate, opening_N = self._signals(control_NC.t())
         dtype = query_MKRN.dtype
         with full_precision(control_NC):
             score_MPRN = score(query_MKRN, self._sharp_keys(dtype))
@@ -125,12 +124,12 @@ class Composer(Conditional):
     def _signals(self, control_CN: Tensor) -> Signals:
         """What is linear in the control, then the queries (Eq. 9) and the gates (Eq. 14, 15)."""
         memory, dtype = self.memory, torch.promote_types(self.memory.left.dtype, torch.float32)
-        signal_XN, gate, opening_N = product(self.controller.weight, self.controller.bias, control_CN), None, None
+        signal_XN, gate, opening_N = _product(self.controller.weight, self.controller.bias, control_CN), None, None
         if self._gated == "input":
-            gate = product(memory.gate_weight.flatten(0, 1), memory.gate_bias.flatten(), control_CN).to(dtype)
+            gate = _product(memory.gate_weight.flatten(0, 1), memory.gate_bias.flatten(), control_CN).to(dtype)
             gate = gate.unflatten(0, (3, self.slots, 1))
         if self.integration_weight is not None:
-            opening_N = product(self.integration_weight, self.integration_bias, control_CN).to(dtype)[0]
+            opening_N = _product(self.integration_weight, self.integration_bias, control_CN).to(dtype)[0]
         with full_precision(control_CN):
             query_MKRN, state_UJN = self.controller(signal_XN.to(dtype))
             if self._gated == "state":
@@ -153,3 +152,8 @@ class Composer(Conditional):
             f"least_used={self.least_used}, residual={self.residual is not None}, bias={self.bias is not None}"
             f"{', controller_sees=read' if self.controller_sees == 'read' else ''}"
         )
+
+
+def _product(weight_XC: Tensor, bias_X: Tensor, control_CN: Tensor) -> Tensor:
+    """What a linear map makes of every column of the control: (X, N)."""
+    return torch.addmm(bias_X[:, None], weight_XC, control_CN)

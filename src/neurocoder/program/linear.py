@@ -21,7 +21,6 @@ from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
 from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.options import Options, spelled_out
-from neurocoder.program.product import columns
 
 
 @register("Linear")
@@ -115,12 +114,11 @@ class Linear(ProgramLayer):
 
     def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Each row has its own program: the fast path. Before the right programs (Y, P), and the residual's scale."""
-        x_IY = columns(x_YI)
-        read_PY = self.memory.left @ x_IY
+        read_PY = self.memory.left @ x_YI.t()
         if control_YC is not None:
-            control_CY = columns(control_YC)
+            control_CY = control_YC.t()
         else:
-            control_CY = x_IY if self.controller_sees == "input" else read_PY
+            control_CY = x_YI.t() if self.controller_sees == "input" else read_PY
         query, gate, opening_Y = self._signals(control_CY)
         dtype = query.dtype
         with full_precision(x_YI):
