@@ -6,49 +6,45 @@ import torch
 
 import neurocoder as nc
 from neurocoder import functional
-from neurocoder.program.kernel import fused
+from neurocoder.program import kept
+from neurocoder.program.kernel import fused, lean, usage
 
 PAPER = nc.Rules()
 
 
-def tensors(recurrent: bool, gate: int, slots: int = 12, steps: int = 4, heads: int = 2, rows: int = 9):
-    """signal, recurrent weights, key, gate, read, values; a gate for each slot (1), for each component (2) or none."""
+def tensors(gate: int, slots: int = 12, steps: int = 4, heads: int = 2, rows: int = 9):
+    """query, key, gate, read, values; a gate for each slot (1), for each component (2) or none."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    units, key_dim = 3 * heads * 3 + 1, 3
-    signal = normal(4 * units, rows) if recurrent else normal(3, key_dim, steps * heads, rows)
     gates = normal(3, slots, (1, steps * heads)[gate - 1], rows) if gate else None
-    weights = normal(4 * units, units) if recurrent else None
-    return [signal, weights, normal(3, slots, key_dim), gates, normal(slots, rows), normal(slots)]
+    return [normal(3, 3, steps * heads, rows), normal(3, slots, 3), gates, normal(slots, rows), normal(slots)]
 
 
 def both(given, setting):
     """Outputs and gradients, by hand and plain."""
     leaves = [tensor for tensor in given if tensor is not None]
-    signal, recurrent, key, gate, read, values = given
+    query, key, *rest = given
     sharp = functional.sharpen(key, setting.sharpness)
-    by_hand = fused.compose_rows(signal, recurrent, sharp, gate, read, values, setting, PAPER)
-    plain = fused._plain(signal, sharp, read, values, gate, recurrent, setting=setting)
+    by_hand = fused.compose_rows(query, sharp, *rest, setting, PAPER)
+    plain = fused.plain(query, sharp, *rest, setting)
     weights = [torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out) for out in plain]
     grads = [torch.autograd.grad(out, leaves, weights, retain_graph=True) for out in (by_hand, plain)]
     return ([*out, *grad] for out, grad in zip((by_hand, plain), grads, strict=True))
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("gate", [0, 1, 2])
 @pytest.mark.parametrize(("least_used", "sharpness"), [(1, 3.0), (3, 3.0), (11, 3.0), (12, 3.0), (3, 300.0)])
-def test_by_hand_equals_plain(recurrent, gate, least_used, sharpness):
-    setting = fused.Setting(steps=4, heads=2, least_used=least_used, sharpness=sharpness)
-    for a, b in zip(*both(tensors(recurrent, gate), setting), strict=True):
+def test_by_hand_equals_plain(gate, least_used, sharpness):
+    setting = fused.Setting(heads=2, least_used=least_used, sharpness=sharpness)
+    for a, b in zip(*both(tensors(gate), setting), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_blocks_of_rows_change_nothing(recurrent, monkeypatch):
-    given, setting = tensors(recurrent, gate=1), fused.Setting(4, 2, 3, 3.0)
+def test_blocks_of_rows_change_nothing(monkeypatch):
+    given, setting = tensors(gate=1), fused.Setting(2, 3, 3.0)
     whole, _ = both(given, setting)
     monkeypatch.setattr(fused, "_BLOCK", 3 * 12 * 2 * 2)  # two rows a block, and one left over
     blocks, _ = both(given, setting)
@@ -56,14 +52,38 @@ def test_blocks_of_rows_change_nothing(recurrent, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_only_a_cpu_cuts_rows_into_blocks(monkeypatch):
+    calls, honest = [], fused._forward
+    monkeypatch.setattr(fused, "_BLOCK", 1)  # a row a block
+    monkeypatch.setattr(fused, "_forward", lambda inputs: calls.append(1) or honest(inputs))
+    for device, wanted in (("cpu", 9), ("meta", 1)):
+        calls.clear()
+        given = [tensor.detach().to(device) for tensor in tensors(gate=1)]
+        part, _ = fused.compose_rows(*given, fused.Setting(2, 12, 3.0), PAPER)
+        assert (len(calls), part.shape) == (wanted, (12, 9))
+
+
 def test_a_layer_takes_the_fast_path_and_a_wrong_backward_would_show(monkeypatch):
-    given, setting = tensors(recurrent=True, gate=1), fused.Setting(4, 2, 3, 3.0)
+    given, setting = tensors(gate=1), fused.Setting(2, 3, 3.0)
     part, _ = fused.compose_rows(*given, setting, PAPER)
     assert type(part.grad_fn).__name__ == "_ComposeBackward"
-    honest = fused._recur_backward
-    monkeypatch.setattr(fused, "_recur_backward", lambda d, *rest: honest(d, *rest) * 1.001)
+    honest = usage.attend_backward
+    monkeypatch.setattr(usage, "attend_backward", lambda d, *rest: honest(d, *rest) * 1.001)
     by_hand, plain = both(given, setting)
     assert not all(torch.allclose(a, b, rtol=1e-8, atol=1e-8) for a, b in zip(by_hand, plain, strict=True))
+
+
+def test_a_pytorch_without_its_private_words_gives_the_same(monkeypatch):
+    layer, x = nc.Linear(5, 3, slots=4, heads=2), torch.randn(2, 5)
+    with torch.no_grad(), nc.cached(layer):
+        wanted = layer(x)
+        assert not kept.watched()
+        with monkeypatch.context() as changed:
+            changed.setattr(kept, "forward_ad", object())
+            assert kept.watched()  # whoever cannot know must assume it
+        for module in (kept, fused, lean):
+            monkeypatch.setattr(module, "watched", lambda: True)
+        torch.testing.assert_close(layer(x), wanted)
 
 
 def test_a_batch_of_gradients_at_once():

@@ -1,5 +1,7 @@
 """Constructors, shared memories, and what happens on bad input."""
 
+from inspect import Parameter, signature
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,19 @@ def test_bad_options_are_refused(options, message):
 def test_options_of_the_wrong_type_are_refused(options, message):
     with pytest.raises(TypeError, match=message):
         nc.Linear(6, 5, **{"slots": 4} | options)
+
+
+@pytest.mark.parametrize("kind", [nc.Linear, nc.Conv2d])
+def test_a_signature_spells_out_every_option(kind):
+    parameters = signature(kind).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    options = {"slots": None, "heads": 1, "steps": 1, "key_dim": 5, "least_used": 0, "residual": False}
+    options |= {"sharpness": None, "controller": None, "controller_sees": "input", "control_features": None}
+    options |= {"memory": None, "compat": None, "rules": None, "device": None, "dtype": None}
+    assert {name: defaults[name] for name in [*defaults][-len(options) :]} == options
+    assert all(parameters[name].kind is Parameter.KEYWORD_ONLY for name in options)
+    with pytest.raises(TypeError, match="no option 'slot'; did you mean slots"):
+        kind(4, 3, *[1] * (kind is nc.Conv2d), slot=2)
 
 
 def test_rules_are_checked():

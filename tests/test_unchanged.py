@@ -5,7 +5,9 @@ tests/unchanged/ was written by the commit before `controller_sees` existed, wit
     PYTHONPATH=src:. python -m tests.test_unchanged tests/unchanged
 
 A change that is meant to alter a result writes these files anew, and says so: convolutions start otherwise since the
-weights of their controllers start small (docs/log.md); what they compute with given weights is as before.
+weights of their controllers start small (docs/log.md); what they compute with given weights is as before. Outputs were
+written again, by the code before the change that did it, when the weights they are for came to be the same on every
+processor.
 """
 
 import sys
@@ -78,7 +80,8 @@ def outputs(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> dict[str, torc
     """Output and gradient of the input in float64, for a state that is the same whatever the layer started as."""
     own = layer.state_dict()
     sizes = [own[name].numel() for name in sorted(own)]
-    pieces = torch.sin(1 + torch.arange(sum(sizes)) ** 1.3).split(sizes)
+    # in float64: processors round a power in float32 otherwise, and a sine makes much of it
+    pieces = torch.sin(1 + torch.arange(sum(sizes), dtype=torch.float64) ** 1.3).float().split(sizes)
     layer.load_state_dict({name: piece.view_as(own[name]) for name, piece in zip(sorted(own), pieces, strict=True)})
     x, *control = (tensor.double() for tensor in given)
     y = layer.double()(x.requires_grad_(), *control)

@@ -3,11 +3,12 @@
 from neurocoder import functional, modular, peers
 from neurocoder.auxiliary import auxiliary, orthogonality
 from neurocoder.checkpoint import load, save
-from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation, Reading, Record, register
+from neurocoder.conditional import Conditional, register
 from neurocoder.diagnosis import Diagnosis, Report, diagnose
 from neurocoder.functional import Rules
 from neurocoder.program import Conv2d, Linear, ProgramMemory, cached, freeze
 from neurocoder.recode import recode
+from neurocoder.records import Attention, Choice, Mixture, Modulation, Reading, Record
 from neurocoder.sizing import sizes
 from neurocoder.trace import Trace, controlled, trace
 

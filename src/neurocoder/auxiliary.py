@@ -44,18 +44,18 @@ def auxiliary(model: nn.Module, **weights: float) -> Tensor:
             raise TypeError(f"no layer wants a loss of the kind {name!r}; {hint}")
         if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
             raise ValueError(f"the weight of {name} must be a number of at least 0, got {weight!r}")
-    found: dict[str, list[Tensor]] = {}
+    terms: dict[str, list[Tensor]] = {}
     stores = {getattr(layer, layer.store): None for layer in layers.values() if layer.store is not None}
     for owner in (*layers.values(), *(store for store in stores if hasattr(store, "auxiliary"))):
         for kind, term in owner.auxiliary().items():
             proposed = getattr(owner, "wants", kinds).get(kind, kinds.get(kind, 1.0))
             weight = weights.get(kind, proposed)
-            found.setdefault(kind, []).extend([weight * term] if weight else [])
+            terms.setdefault(kind, []).extend([weight * term] if weight else [])
     for kind, weight in (kinds | weights).items():
         late = [name for name, layer in layers.items() if kind in layer.wants and layer.training]
-        if weight and late and kind not in found and torch.is_grad_enabled():
+        if weight and late and kind not in terms and torch.is_grad_enabled():
             raise ValueError(f"no {kind} loss: no forward in training mode since the last time: {', '.join(late)}")
-    return _total([term for terms in found.values() for term in terms])
+    return _total([term for of_kind in terms.values() for term in of_kind])
 
 
 def _total(terms: list[Tensor]) -> Tensor:

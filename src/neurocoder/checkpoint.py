@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from neurocoder.conditional import KINDS, Conditional
 from neurocoder.program.layer import ProgramLayer
-from neurocoder.recode import REPLACEABLE, build, freeze_bases, refusal, rules_from, swap
+from neurocoder.program.options import from_json
+from neurocoder.surgery import REPLACEABLE, build, freeze_bases, refusal, swap
 from neurocoder.walk import conditional_layers, named_modules, unwrap
 
 FORMAT = 1
+FIELDS = {"name": str, "layer": str, "options": dict, "base": str, "memory": str | None}  # of a layer in the recipe
 
 
 def save(model: nn.Module, file: str | os.PathLike) -> None:
@@ -75,7 +77,7 @@ def load(model: nn.Module, file: str | os.PathLike) -> nn.Module:
 def _replacements(model: nn.Module, entries: list[dict[str, Any]], file: Any) -> dict[nn.Module, Conditional]:
     """The layers that the recipe asks for where the model has plain ones."""
     modules, refuse = dict(named_modules(model)), refusal(model)
-    found: dict[nn.Module, Conditional] = {}
+    replacements: dict[nn.Module, Conditional] = {}
     memories: dict[str, nn.Module] = {}
     for entry in entries:
         name = entry["name"]
@@ -85,7 +87,7 @@ def _replacements(model: nn.Module, entries: list[dict[str, Any]], file: Any) ->
         elif isinstance(old, REPLACEABLE) and name:
             try:
                 refuse(name, old)
-                new = found[old] = _rebuild(old, entry, memories)
+                new = replacements[old] = _rebuild(old, entry, memories)
             except (TypeError, ValueError, KeyError, AttributeError) as error:
                 raise ValueError(f"{file}: its recipe for {name!r} does not work here: {error}") from error
         else:
@@ -96,7 +98,7 @@ def _replacements(model: nn.Module, entries: list[dict[str, Any]], file: Any) ->
             if store is None:
                 raise ValueError(f"{file}: its recipe is malformed: {name!r} has nothing to share")
             memories.setdefault(entry["memory"], store)
-    return found
+    return replacements
 
 
 def _store(layer: Conditional) -> nn.Module | None:
@@ -106,17 +108,17 @@ def _store(layer: Conditional) -> nn.Module | None:
 
 def _recipe(model: nn.Module) -> list[dict[str, Any]]:
     shared: dict[nn.Module, str] = {}
-    found = [*conditional_layers(model)]
-    counts = Counter(_store(layer) for _, layer in found)
-    for name, layer in found:
+    layers = [*conditional_layers(model)]
+    counts = Counter(_store(layer) for _, layer in layers)
+    for name, layer in layers:
         store = _store(layer)
         if store is not None and counts[store] > 1:
             shared.setdefault(store, name)
-    return [_entry(name, layer, shared) for name, layer in found]
+    return [_entry(name, layer, shared) for name, layer in layers]
 
 
 def _entry(name: str, layer: Conditional, shared: dict[nn.Module, str]) -> dict[str, Any]:
-    known = [kind for kind, layers in KINDS.items() if layers is type(layer)]
+    known = [name for name, kind in KINDS.items() if kind is type(layer)]
     if not known:
         raise TypeError(
             f"{name} is a {type(layer).__name__}, a layer this library cannot rebuild from a file: put @nc.register "
@@ -149,7 +151,7 @@ def _rebuild(old: nn.Module, entry: dict[str, Any], memories: dict[str, nn.Modul
         )
     kind, options = KINDS[entry["layer"]], entry["options"]
     if issubclass(kind, ProgramLayer):
-        options = rules_from(options)
+        options = from_json(options)
     if entry["memory"] in memories and kind.store is not None:
         options = options | {kind.store: memories[entry["memory"]]}
     return build(old, kind, entry["base"], options)
@@ -187,24 +189,25 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         known = False
     if not known:
         raise ValueError(f"{path}: its recipe is of another version; this one reads format {FORMAT}")
-    fields = {"name": str, "layer": str, "options": dict, "base": str, "memory": str | None}
     try:
-        whole = all(isinstance(entry[field], kind) for entry in header["layers"] for field, kind in fields.items())
-        names = {entry["name"] for entry in header["layers"]}
-        whole = (
-            whole
-            and len(names) == len(header["layers"])
-            and all(
-                entry["base"] in ("replace", "frozen") and entry["memory"] in names | {None}
-                for entry in header["layers"]
-            )
-        )
-        whole = whole and all(name in tensors and alias not in tensors for alias, name in header["aliases"].items())
+        whole = _well_formed(header["layers"], header["aliases"], tensors)
     except (TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
         raise ValueError(f"{path}: its recipe is malformed")
     return header, tensors
+
+
+def _well_formed(entries: list[dict[str, Any]], aliases: dict[str, str], tensors: dict[str, Tensor]) -> bool:
+    """Whether a recipe says what it must; raises where it is of another kind altogether."""
+    names = [entry["name"] for entry in entries]
+    return (
+        all(isinstance(entry[field], kind) for entry in entries for field, kind in FIELDS.items())
+        and len({*names}) == len(names)
+        and all(entry["base"] in ("replace", "frozen") for entry in entries)
+        and all(entry["memory"] in (None, *names) for entry in entries)
+        and all(name in tensors and alias not in tensors for alias, name in aliases.items())
+    )
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str], file: Any) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neurocoder import functional
-from neurocoder.conditional import Attention, Choice, Conditional, Mixture, Modulation, Record, combined, shares
+from neurocoder.conditional import Conditional
+from neurocoder.functional import similarity
 from neurocoder.program.layer import ProgramLayer
+from neurocoder.records import Attention, Choice, Mixture, Modulation, Record, combined, shares
 from neurocoder.trace import trace
 from neurocoder.walk import call, conditional_layers, evaluating
 
@@ -90,8 +91,8 @@ class Report(dict[str, Diagnosis]):
         by: with `by=labels`, a report of the inputs of each class.
     """
 
-    def __init__(self, found: dict[str, Diagnosis], by: dict[Any, Report] | None = None):
-        super().__init__(found)
+    def __init__(self, diagnoses: dict[str, Diagnosis], by: dict[Any, Report] | None = None):
+        super().__init__(diagnoses)
         self.by = by or {}
 
     def __str__(self) -> str:
@@ -105,15 +106,15 @@ class Report(dict[str, Diagnosis]):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
-def _cells(found: Diagnosis) -> list[tuple[str, ...]]:
+def _cells(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     """The lines of one layer in a table, all but its name and class."""
     lines = []
-    for bank, (usage, entropy, entropy_batch, dead) in found.by_bank().items():
+    for bank, (usage, entropy, entropy_batch, dead) in diagnosis.by_bank().items():
         most = " ".join(f"{i} ({usage[i]:.2f})" for i in usage.argsort(descending=True)[:3].tolist())
         named = " ".join(map(str, dead[:_NAMED])) + (" ..." if len(dead) > _NAMED else "")
-        numbers = (f"{entropy:.2f}", f"{entropy_batch:.2f}", f"{found.entropy_limit:.2f}")
+        numbers = (f"{entropy:.2f}", f"{entropy_batch:.2f}", f"{diagnosis.entropy_limit:.2f}")
         told = f"{len(dead)}: {named}" if len(dead) else "0"
-        lines.append((found.kind, bank, str(found.inputs), str(len(usage)), *numbers, most, told))
+        lines.append((diagnosis.kind, bank, str(diagnosis.inputs), str(len(usage)), *numbers, most, told))
     return lines
 
 
@@ -190,7 +191,7 @@ def diagnose(model: nn.Module, batch: Any, by: Tensor | Sequence | None = None) 
     calls = {name: seen.calls(name) for name in layers if seen.calls(name)}
 
     def report(choose: Callable[[Record], Record]) -> Report:
-        joined = {name: combined([choose(c).rows() for c in found], torch.cat) for name, found in calls.items()}
+        joined = {name: combined([choose(c).rows() for c in own], torch.cat) for name, own in calls.items()}
         return Report({name: _diagnose(record, layers[name]) for name, record in joined.items()})
 
     whole = report(lambda record: record)
@@ -198,8 +199,8 @@ def diagnose(model: nn.Module, batch: Any, by: Tensor | Sequence | None = None) 
         return whole
     words = sorted({*by}) if not isinstance(by, Tensor) and all(isinstance(label, str) for label in by) else []
     labels = torch.as_tensor([words.index(label) for label in by] if words else by)
-    for name, found in calls.items():
-        for record in found:
+    for name, own in calls.items():
+        for record in own:
             _check_labels(labels, name, record)
     masks = {words[label] if words else label: labels == label for label in labels.unique().tolist()}
     return Report(whole, {label: report(lambda record, mask=mask: record.where(mask)) for label, mask in masks.items()})
@@ -229,11 +230,11 @@ def _common(record: Record, layer: Conditional) -> dict[str, Any]:
     usage = share.mean(1)
     dead = {bank: _below(row, DEAD / len(row)) for bank, row in zip(banks, usage, strict=True)}
     entropy, entropy_batch = _entropy(share).mean(1), _entropy(usage)
-    found = {"kind": layer.name(), "inputs": share.shape[1], "entropy_limit": log(share.shape[2])}
+    common = {"kind": layer.name(), "inputs": share.shape[1], "entropy_limit": log(share.shape[2])}
     if isinstance(use, dict):
-        return found | {"usage": usage, "entropy": entropy, "entropy_batch": entropy_batch, "dead": dead}
+        return common | {"usage": usage, "entropy": entropy, "entropy_batch": entropy_batch, "dead": dead}
     numbers = {"entropy": entropy.item(), "entropy_batch": entropy_batch.item()}
-    return found | {"usage": usage[0], "dead": dead[""]} | numbers
+    return common | {"usage": usage[0], "dead": dead[""]} | numbers
 
 
 @_diagnose.register
@@ -245,7 +246,7 @@ def _programs(record: Attention, layer: ProgramLayer) -> ProgramDiagnosis:
         **common | {"entropy": _entropy(share).mean((1, 2))},
         load=nn.functional.one_hot(share.argmax(-1), share.shape[-1]).to(share.dtype).mean((1, 2)),
         imbalance=_variation(common["usage"]),
-        similarity=functional.similarity(left @ layer.memory.left.to(left.dtype)).item(),
+        similarity=similarity(left @ layer.memory.left.to(left.dtype)).item(),
         effective_rank=_effective_rank(layer, left, record.sigma, record.right),
     )
 

@@ -15,12 +15,12 @@ Dispatch = Literal["sparse", "dense"]
 Part = Callable[[Tensor], Tensor]
 
 
-def check(dispatch: str) -> None:
+def check_dispatch(dispatch: str) -> None:
     if dispatch not in ("sparse", "dense"):
         raise ValueError(f"dispatch must be 'sparse' or 'dense', got {dispatch!r}")
 
 
-def apply(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor, dispatch: Dispatch) -> Tensor:
+def send(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor, dispatch: Dispatch) -> Tensor:
     """What the chosen parts make of each row, (Y, S, O).
 
     Sparse dispatch computes the chosen parts alone; which rows go where decides the shapes, so it can be neither

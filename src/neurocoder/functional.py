@@ -187,6 +187,16 @@ def coordinates(left_PRN: Tensor, sigma_RN: Tensor, right_PRN: Tensor) -> Tensor
     return torch.bmm(left_PRN.permute(2, 0, 1) * sigma_RN.t()[:, None], right_PRN.permute(2, 1, 0))
 
 
+def program(core: Tensor, left_PI: Tensor, right_PO: Tensor) -> Tensor:
+    """The dense program of such coordinates, (..., P, P) to (..., I, O): for looking, freezing and small kernels."""
+    return left_PI.t() @ core @ right_PO
+
+
+def squared_norms(core_NPP: Tensor, left_PI: Tensor, right_PO: Tensor) -> Tensor:
+    """The squared Frobenius norms of the dense programs of such coordinates, without forming them: (N,)."""
+    return ((left_PI @ left_PI.t() @ core_NPP) * (core_NPP @ (right_PO @ right_PO.t()))).sum((1, 2))
+
+
 def lstm(signal_XN: Tensor, recurrent_XU: Tensor | None, steps: int, start_2UN: Tensor | None = None) -> Tensor:
     """The states (U, J, N) of an LSTM (Eq. 9) that sees the same input at each of J steps; X = 4U.
 

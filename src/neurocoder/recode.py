@@ -1,31 +1,26 @@
-"""Layer surgery: put conditional layers into any network, in place."""
+"""Re-coding a network: which layers become conditional ones, of what size, and what the user hears of it."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod, sqrt
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from neurocoder import sizing
-from neurocoder.conditional import SHAPES, Conditional
-from neurocoder.functional import Rules
-from neurocoder.program.conv import Conv2d
-from neurocoder.program.layer import ProgramLayer, default_sharpness
+from neurocoder.conditional import Conditional
+from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.linear import Linear
-from neurocoder.walk import named_modules, unwrap
+from neurocoder.sizing import ROOM, choose, count, match
+from neurocoder.surgery import REPLACEABLE, build, freeze_bases, refusal, swap
+from neurocoder.walk import unwrap
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
-REPLACEABLE = (nn.Linear, nn.Conv2d)
 
 
 def recode(
@@ -106,86 +101,17 @@ def _options(
 
     if unsaid:
         if options.get("residual", True) or base == "frozen":
-            found = sizing.choose(model, chosen, options, base == "frozen", meta)
-            if not found:
+            own_options = choose(model, chosen, options, base == "frozen", meta)
+            if not own_options:
                 raise ValueError(
-                    f"the network is too small to choose slots by itself: with {sizing.count(unwrap(model)):,} "
-                    f"parameters it would grow by more than {sizing.ROOM:.0%}. Give slots=, e.g. slots=4"
+                    f"the network is too small to choose slots by itself: with {count(unwrap(model)):,} "
+                    f"parameters it would grow by more than {ROOM:.0%}. Give slots=, e.g. slots=4"
                 )
-            return found
-        parameters = sizing.count(unwrap(model))
+            return own_options
+        parameters = count(unwrap(model))
     if parameters is not None:
-        options = sizing.match(model, chosen, layer, options, parameters, meta)
+        options = match(model, chosen, layer, options, parameters, meta)
     return dict.fromkeys(chosen, options)
-
-
-def build(
-    old: nn.Module, layer: type[Conditional], base: str, options: dict[str, Any], device: Any = None
-) -> Conditional:
-    """The conditional layer that takes the place of `old`: same shape, device (if none is given), dtype and mode."""
-    options = dict(options)
-    if isinstance(old, nn.Conv2d) and layer.convolution is not None:
-        layer = layer.convolution
-    if not isinstance(old, layer.replaces):
-        raise TypeError(f"an nn.{type(old).__name__} cannot become an {layer.name()}")
-    if base == "frozen" and issubclass(layer, ProgramLayer):
-        _frozen_options(options)
-    options |= {"device": device or old.weight.device, "dtype": old.weight.dtype}
-    options["bias"] = old.bias is not None and base == "replace"  # a frozen base keeps its own
-    new = layer(**{name: getattr(old, name) for name in SHAPES[layer.replaces]}, **options)
-    new.replaced = sizing.count(old)
-    if base == "frozen":
-        new.adopt(old)
-    before = _before(old)
-    if isinstance(new, Conv2d):
-        new.before = before
-    elif before is not None:
-        raise TypeError(f"this convolution does more than one, see its forward; {layer.name()} would not")
-    return new.train(old.training)
-
-
-def _frozen_options(options: dict[str, Any]) -> None:
-    """M_V starts at zero, and keys made from equal slots would be equal for ever: let them be free."""
-    memory, compat, rules = options.get("memory"), options.pop("compat", None), options.pop("rules", None)
-    if memory is not None and memory.right.any():
-        raise ValueError("base='frozen' starts with right vectors of zero; the given memory has others")
-    if compat not in (None, "authors") or (compat and rules):
-        raise ValueError(f"compat must be None or 'authors', and not beside rules; got {compat!r}")
-    steps = options.get("steps", 1)
-    if options.get("sharpness") is None:
-        options["sharpness"] = default_sharpness(options.get("key_dim", 5), steps, compat)
-    rules = Rules.authors(steps) if compat else rules or Rules()
-    options["rules"] = replace(rules, free_keys=(*rules.free_keys, "right"))
-
-
-def freeze_bases(layers: Iterable[nn.Module]) -> None:
-    """The last step of surgery: what is kept of the old layers is not trained."""
-    for layer in layers:
-        if getattr(layer, "base", None) is not None:
-            layer.base.requires_grad_(False)
-
-
-def swap(model: nn.Module, replacements: dict[nn.Module, Conditional]) -> Callable[[], None]:
-    """Put each new module wherever the old one stands; returns how to undo it."""
-    owners, undo = [*unwrap(model).modules()], []
-    for owner in owners:
-        for name, child in owner._modules.items():
-            if child in replacements:
-                undo.append((owner._modules, name, child))
-                owner._modules[name] = replacements[child]
-                if isinstance(owner, nn.TransformerEncoderLayer):  # its fast path reads linear1.weight: turn it off
-                    undo.append((owner.__dict__, "activation_relu_or_gelu", owner.activation_relu_or_gelu))
-                    owner.activation_relu_or_gelu = 0
-    for encoder in owners:
-        if isinstance(encoder, nn.TransformerEncoder):  # and so does that of the encoder around it
-            undo.append((encoder.__dict__, "use_nested_tensor", encoder.use_nested_tensor))
-            encoder.use_nested_tensor &= all(getattr(layer, "activation_relu_or_gelu", 1) for layer in encoder.layers)
-
-    def put_back() -> None:
-        for place, name, value in reversed(undo):
-            place[name] = value
-
-    return put_back
 
 
 def _check_options(layer: type[Conditional], options: dict[str, Any]) -> None:
@@ -235,20 +161,20 @@ def _choose(model: nn.Module, where: Where) -> tuple[dict[str, nn.Module], dict[
 
 def _outside_conditional_layers(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     """All modules by all their names, but for layers that are re-coded already and what is inside; and their names."""
-    model, found, recoded = unwrap(model), {}, []
+    model, modules, recoded = unwrap(model), {}, []
     inside = {part for module in model.modules() if isinstance(module, Conditional) for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
         name = name.replace("_orig_mod.", "")
         if name and module not in inside:
-            found[name] = unwrap(module)
+            modules[name] = unwrap(module)
         elif isinstance(module, Conditional):
             recoded.append(name)
-    return found, recoded
+    return modules, recoded
 
 
 def _match(pattern: str, modules: dict[str, nn.Module], recoded: list[str]) -> dict[str, nn.Module]:
-    found = {name: module for name, module in modules.items() if fnmatchcase(name, str(pattern))}
-    layers: dict[str, nn.Module] = {n: module for n, module in found.items() if isinstance(module, REPLACEABLE)}
+    matched = {name: module for name, module in modules.items() if fnmatchcase(name, str(pattern))}
+    layers: dict[str, nn.Module] = {n: module for n, module in matched.items() if isinstance(module, REPLACEABLE)}
     if layers:
         return layers
     candidates = [name for name, module in modules.items() if isinstance(module, REPLACEABLE)]
@@ -257,84 +183,10 @@ def _match(pattern: str, modules: dict[str, nn.Module], recoded: list[str]) -> d
     again = [name for name in recoded if fnmatchcase(name, str(pattern))]
     if again:
         raise ValueError(f"{pattern!r} matches only what is re-coded already ({', '.join(again[:5])}); {hint}")
-    if not found:
+    if not matched:
         raise ValueError(f"no module matches {pattern!r}; {hint}")
-    kinds = sorted({type(module).__name__ for module in found.values()})
+    kinds = sorted({type(module).__name__ for module in matched.values()})
     raise ValueError(f"{pattern!r} matches only {', '.join(kinds)}; recode replaces nn.Linear and nn.Conv2d; {hint}")
-
-
-def refusal(model: nn.Module) -> Callable[[str, nn.Module], None]:
-    """A function that raises if a module cannot be replaced without breaking its owner."""
-    owners = {unwrap(child): owner for _, owner in named_modules(model) for child in owner.children()}
-    wrapped = {unwrap(child) for module in model.modules() for child in module.children() if unwrap(child) is not child}
-    uses = _uses(model)
-
-    def refuse(name: str, module: nn.Module) -> None:
-        if not isinstance(module, REPLACEABLE):
-            raise TypeError(f"{name} is a {type(module).__name__}; recode replaces nn.Linear and nn.Conv2d")
-        if isinstance(owners[module], nn.MultiheadAttention):
-            raise TypeError(
-                f"{name} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it: it would "
-                "never run. Name the layers to replace so that it is left out, e.g. '*linear?'"
-            )
-        if module in wrapped:
-            raise TypeError(f"{name} is compiled by itself: recode first, compile afterwards")
-        if isinstance(module.weight, nn.parameter.UninitializedParameter):
-            raise TypeError(f"{name} is lazy and has no shape yet: run the model once before recoding it")
-        if module._parameters.get("weight") is None:
-            raise TypeError(f"the weight of {name} is parametrised or pruned: make that permanent first")
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise TypeError(f"{name} has forward hooks, which a new layer would not have: remove them first")
-        if not _does_as_its_type(module):
-            raise TypeError(
-                f"{name} is a {type(module).__name__} with a forward of its own, which a re-coded layer would not do: "
-                f"put a plain {'nn.Linear' if isinstance(module, nn.Linear) else 'nn.Conv2d'} there first"
-            )
-        others = uses[module.weight] - {name}
-        if others:
-            raise ValueError(f"the weight of {name} is also that of {', '.join(sorted(others))}: untie them first")
-
-    return refuse
-
-
-def _before(old: nn.Module) -> nn.Module | None:
-    """What a convolution with a forward of its own applies first, such as padding; None for others."""
-    children = [*old.children()]
-    own = isinstance(old, nn.Conv2d) and type(old).forward is not nn.Conv2d.forward
-    return nn.Sequential(*children) if own and children else None
-
-
-@torch.no_grad()
-def _does_as_its_type(old: nn.Module) -> bool:
-    """Whether a subclass with a forward of its own computes a plain layer after its children, tried on random input."""
-    if type(old).forward in (nn.Linear.forward, nn.Conv2d.forward):
-        return True
-    if old.weight.is_meta or any(child.state_dict() for child in old.children()):
-        return False
-    shape = (2, old.in_features) if isinstance(old, nn.Linear) else (2, old.in_channels, 33, 32)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(old.weight)
-    plain = nn.Linear.forward if isinstance(old, nn.Linear) else nn.Conv2d.forward
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for mode in (True, False):
-                twin = copy.deepcopy(old).train(mode)
-                before = _before(twin)
-                wanted = plain(twin, x if before is None else before(x))
-                if not torch.allclose(wanted, twin(x), rtol=1e-4, atol=1e-5):
-                    return False
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _uses(model: nn.Module) -> dict[nn.Parameter, set[str]]:
-    """For each parameter, the modules that hold it."""
-    uses: dict[nn.Parameter, set[str]] = {}
-    for name, module in named_modules(model):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                uses.setdefault(parameter, set()).add(name)
-    return uses
 
 
 def _looks_trained(old: nn.Module) -> bool:
@@ -343,9 +195,3 @@ def _looks_trained(old: nn.Module) -> bool:
         return False
     fan_in = prod(old.weight.shape[1:])
     return bool(old.weight.detach().abs().max() > 1.001 / sqrt(fan_in))
-
-
-def rules_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Constructor options from their JSON form."""
-    rules = options.get("rules")
-    return options if rules is None else options | {"rules": Rules(**rules | {"free_keys": tuple(rules["free_keys"])})}

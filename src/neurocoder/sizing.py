@@ -125,10 +125,10 @@ def match(
         middle = (low + high) // 2
         low, high = (middle, high) if total(middle) < wanted else (low, middle)
     best = min((low, high), key=lambda size: abs(total(size) - wanted))
-    found = total(best)
-    if abs(found / wanted - 1) > MISSED:
+    nearest = total(best)
+    if abs(nearest / wanted - 1) > MISSED:
         warnings.warn(
-            f"the nearest to {wanted:,} parameters is {kind.size}={best} with {found:,}, {found / wanted - 1:+.0%}",
+            f"the nearest to {wanted:,} parameters is {kind.size}={best} with {nearest:,}, {nearest / wanted - 1:+.0%}",
             stacklevel=4,
         )
     return given | {kind.size: best}
@@ -186,7 +186,7 @@ def sizes(model: nn.Module) -> Sizes:
     """What each layer of `model` holds, and what the plain layer in its place does or did: `print(nc.sizes(model))`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"sizes takes an nn.Module, got {type(model).__name__}")
-    seen, found, inside = set(), Sizes(), set()
+    seen, rows, inside = set(), Sizes(), set()
     for name, module in named_modules(model):
         if module in inside:
             continue
@@ -197,6 +197,6 @@ def sizes(model: nn.Module) -> Sizes:
         new = sum(p.numel() for p in own - seen)
         kind = module.name() if conditional else type(module).__name__
         if own:
-            found.append(Size(name, kind, new, module.plain_size() if conditional else new))
+            rows.append(Size(name, kind, new, module.plain_size() if conditional else new))
         seen |= own
-    return found
+    return rows

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neurocoder.conditional import Conditional, Record, combined
+from neurocoder.conditional import Conditional
+from neurocoder.records import Record, combined
 from neurocoder.walk import conditional_layers
 
 
@@ -106,12 +107,12 @@ def controlled(model: nn.Module, control: Tensor | Mapping[str, Tensor]) -> Iter
     for pattern, tensor in (control if isinstance(control, Mapping) else {"*": control}).items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"a control is a tensor, or tensors by the names of layers; got {type(tensor).__name__}")
-        found = [layer for name, layer in layers.items() if fnmatchcase(name, pattern)]
-        if not found:
+        matched = [layer for name, layer in layers.items() if fnmatchcase(name, pattern)]
+        if not matched:
             near = get_close_matches(pattern, layers, n=3, cutoff=0.0)
             hint = f"the nearest: {', '.join(near)}" if near else "there is none: give recode control_features="
             raise ValueError(f"no layer that was built with control_features matches {pattern!r}; {hint}")
-        chosen |= dict.fromkeys(found, tensor)
+        chosen |= dict.fromkeys(matched, tensor)
     before = {layer: layer._control for layer in chosen}
     _set_controls(chosen)
     try:

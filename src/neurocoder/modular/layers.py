@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder import dispatch as dispatching
-from neurocoder.conditional import Choice, Conditional, check_sizes, register
-from neurocoder.dispatch import Dispatch
+from neurocoder.conditional import Conditional, check_sizes, register
+from neurocoder.dispatch import Dispatch, check_dispatch, send
 from neurocoder.functional import full_precision
 from neurocoder.modular.route import Route
+from neurocoder.records import Choice
 
 Combine = Literal["sum", "concatenate"]
 _CHANNELS = 8  # of a convolutional controller
@@ -57,7 +57,7 @@ class Modular(Conditional):
             raise ValueError(
                 f"{choices} modules cannot share {width} outputs evenly: choose a multiple, or combine='sum'"
             )
-        dispatching.check(dispatch)
+        check_dispatch(dispatch)
         super().__init__()
         self.choices, self.combine, self.activation, self.dispatch = choices, combine, activation, dispatch
         each = width // choices if combine == "concatenate" else width
@@ -111,7 +111,7 @@ class Modular(Conditional):
 
     def _execute(self, x_Y: Tensor, chosen_YKk: Tensor, weights_YKk: Tensor | None) -> Tensor:
         """The outputs of the chosen modules, summed or concatenated (Eq. 1)."""
-        made = dispatching.apply(self.pool, x_Y, chosen_YKk.flatten(1), self.dispatch)
+        made = send(self.pool, x_Y, chosen_YKk.flatten(1), self.dispatch)
         if self.activation is not None:
             made = F.relu(made)
         made = made.unflatten(1, chosen_YKk.shape[1:])

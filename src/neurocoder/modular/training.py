@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder.conditional import Choice
 from neurocoder.diagnosis import selection_entropy
 from neurocoder.modular.route import Given, NoisyMixture, Route, Sampled, routed
+from neurocoder.records import Choice
 from neurocoder.trace import Trace
 from neurocoder.walk import call, evaluating, unwrap
 
@@ -136,8 +136,8 @@ class ViterbiEM(Training):
                 best_B = torch.where(better_B, joint_B, best_B)
                 best_BT = torch.where(better_B[:, None], route.choices, best_BT)
         self.choices, self.modules = choices, modules
-        for places, found in _exchange(index.to(best_BT.device), best_BT):
-            choices[places.cpu()] = found.to(choices)
+        for places, best in _exchange(index.to(best_BT.device), best_BT):
+            choices[places.cpu()] = best.to(choices)
         return best_B
 
     def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
@@ -250,8 +250,8 @@ def entropies(seen: Trace) -> tuple[float, float]:
 
     A layer's calls, and its time steps, are so many more data points.
     """
-    found = [[c.probability.detach() for c in seen.calls(name) if isinstance(c, Choice)] for name in seen]
-    pairs = [selection_entropy(torch.cat([p.reshape(-1, *p.shape[-2:]) for p in layer])) for layer in found if layer]
+    layers = [[c.probability.detach() for c in seen.calls(name) if isinstance(c, Choice)] for name in seen]
+    pairs = [selection_entropy(torch.cat([p.reshape(-1, *p.shape[-2:]) for p in layer])) for layer in layers if layer]
     if not pairs:
         raise ValueError("no modular layer was called: run the model inside of `with nc.trace(model) as seen`")
     return sum(a for a, _ in pairs) / len(pairs), sum(b for _, b in pairs) / len(pairs)
@@ -276,16 +276,16 @@ def _same_everywhere(drawn: Tensor, device: torch.device) -> Tensor:
     return drawn.cpu()
 
 
-def _exchange(index: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The (index, found) of every process, whose batches may differ in size."""
+def _exchange(index: Tensor, best: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The (index, best) of every process, whose batches may differ in size."""
     if _processes() == 1:
-        return [(index, found)]
+        return [(index, best)]
     size = index.new_tensor([len(index)])
     sizes = [torch.empty_like(size) for _ in range(_processes())]
     torch.distributed.all_gather(sizes, size)
     most = max(int(size) for size in sizes)
-    packed = F.pad(torch.cat((index[:, None], found.long()), 1), (0, 0, 0, most - len(index)))
+    packed = F.pad(torch.cat((index[:, None], best.long()), 1), (0, 0, 0, most - len(index)))
     gathered = [torch.empty_like(packed) for _ in sizes]
     torch.distributed.all_gather(gathered, packed)
     whole = [rows[: int(size)] for rows, size in zip(gathered, sizes, strict=True)]
-    return [(rows[:, 0], rows[:, 1:].to(found.dtype)) for rows in whole]
+    return [(rows[:, 0], rows[:, 1:].to(best.dtype)) for rows in whole]

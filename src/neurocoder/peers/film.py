@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from neurocoder.conditional import Modulation, register
+from neurocoder.conditional import register
 from neurocoder.peers.modulated import Modulated
+from neurocoder.records import Modulation
 
 
 @register("peers.FiLM")

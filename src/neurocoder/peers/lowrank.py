@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder.conditional import Reading, check_sizes, register
+from neurocoder.conditional import check_sizes, register
 from neurocoder.peers.peer import Peer
+from neurocoder.records import Reading
 
 
 @register("peers.LowRank")

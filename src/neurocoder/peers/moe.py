@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder import dispatch as dispatching
-from neurocoder.conditional import Mixture, check_sizes, register
-from neurocoder.dispatch import Dispatch
+from neurocoder.conditional import check_sizes, register
+from neurocoder.dispatch import Dispatch, check_dispatch, send
 from neurocoder.functional import full_precision
 from neurocoder.peers.peer import Peer
+from neurocoder.records import Mixture
 from neurocoder.walk import conditional_layers
 
 SMALLEST_NOISE = 0.01
@@ -69,7 +69,7 @@ class MixtureOfExperts(Peer):
         check_sizes(experts=experts, top_k=top_k)
         if top_k > experts:
             raise ValueError(f"top_k is at most the number of experts, {experts}; got {top_k}")
-        dispatching.check(dispatch)
+        check_dispatch(dispatch)
         super().__init__(in_features, out_features, control_features)
         factory = {"device": device, "dtype": dtype}
         self.top_k, self.dispatch = top_k, dispatch
@@ -101,7 +101,7 @@ class MixtureOfExperts(Peer):
             chosen = chosen_Nk.reshape(*lead, self.top_k)
             self.record(Mixture(weight_NE.reshape(*lead, len(self.experts)), chosen))
         chosen_Yk, weight_Yk = self.spread(chosen_Nk, x_YI), self.spread(weight_Nk, x_YI)
-        made_YkO = dispatching.apply(self.experts, x_YI, chosen_Yk, self.dispatch)
+        made_YkO = send(self.experts, x_YI, chosen_Yk, self.dispatch)
         if self.top_k == 1:
             return made_YkO.squeeze(1) * weight_Yk.to(made_YkO.dtype)
         return torch.bmm(weight_Yk.to(made_YkO.dtype)[:, None], made_YkO).squeeze(1)
@@ -149,9 +149,9 @@ def balance(model: nn.Module) -> dict[str, Balance]:
     They are taken: ask once a forward. A mixture without a forward since is left out; if none had one, it is an error.
     """
     layers = {name: layer for name, layer in conditional_layers(model) if isinstance(layer, MixtureOfExperts)}
-    found = {name: layer._last for name, layer in layers.items() if layer._last is not None}
-    if layers and not found:
+    losses = {name: layer._last for name, layer in layers.items() if layer._last is not None}
+    if layers and not losses:
         raise ValueError(f"no forward in training mode since the last time: {', '.join(layers)}")
     for layer in layers.values():
         layer._last = None
-    return found
+    return losses

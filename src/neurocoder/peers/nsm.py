@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder.conditional import Mixture, check_sizes, register
+from neurocoder.conditional import check_sizes, register
 from neurocoder.functional import EPSILON, full_precision
 from neurocoder.peers.peer import Peer
+from neurocoder.records import Mixture
 
 
 @register("peers.StoredProgramMemory")

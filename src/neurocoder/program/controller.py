@@ -6,10 +6,12 @@ looks at the same input.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from neurocoder import functional
+from neurocoder.functional import lstm, queries
 
 
 class LinearController(nn.Module):
@@ -21,8 +23,6 @@ class LinearController(nn.Module):
         rows = 3 * key_dim * steps * heads
         self.weight = nn.Parameter(torch.empty(rows, control_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
-
-    direct, recurrent = True, None
 
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, None]:
         """From weight @ control + bias to the queries (M, K, R, N)."""
@@ -57,8 +57,8 @@ class LstmController(nn.Module):
     ):
         super().__init__()
         self.steps, self.heads, self.key_dim = steps, heads, key_dim
-        queries = 3 * heads * key_dim
-        self.units = queries + 1 if units is None else units
+        width = 3 * heads * key_dim
+        self.units = width + 1 if units is None else units
 
         def parameter(*shape: int, when: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)) if when else None
@@ -67,15 +67,10 @@ class LstmController(nn.Module):
         self.bias = nn.Parameter(torch.empty(4 * self.units, device=device, dtype=dtype))
         again = steps > 1 or learned_state  # a single step from a zero state never looks back
         self.register_parameter("recurrent", parameter(4 * self.units, self.units, when=again))
-        self.register_parameter("query", parameter(queries, self.units, when=units is not None))
+        self.register_parameter("query", parameter(width, self.units, when=units is not None))
         # A learned state and a second bias exist only as in the authors' code, whose sizes were published.
         self.register_parameter("recurrent_bias", parameter(4 * self.units, when=learned_state))
         self.register_parameter("state", parameter(2, self.units, when=learned_state))
-
-    @property
-    def direct(self) -> bool:
-        """Whether the queries are the states of an LSTM that starts at zero: `fused.compose_rows` takes its signal."""
-        return self.query is None and self.state is None and self.steps > 1
 
     def forward(self, signal_XN: Tensor) -> tuple[Tensor, Tensor]:
         """From weight @ control + bias to the queries (M, K, R, N) and the state of every step (U, J, N)."""
@@ -84,8 +79,20 @@ class LstmController(nn.Module):
             signal_XN = signal_XN + self.recurrent_bias.to(dtype)[:, None]
             start = self.state.to(dtype)[:, :, None].expand(2, self.units, signal_XN.shape[1])
         recurrent = None if self.recurrent is None else self.recurrent.to(dtype)
-        state_UJN = functional.lstm(signal_XN, recurrent, self.steps, start)
+        state_UJN = lstm(signal_XN, recurrent, self.steps, start)
         said_XJN = state_UJN
         if self.query is not None:
             said_XJN = (self.query.to(dtype) @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
-        return functional.queries(said_XJN, self.key_dim, self.heads), state_UJN
+        return queries(said_XJN, self.key_dim, self.heads), state_UJN
+
+
+def build_controller(
+    kind: str | int, control_features: int, steps: int, heads: int, key_dim: int, learned_state: bool, **factory: Any
+) -> LinearController | LstmController:
+    """The controller of that kind: "linear", "lstm", or a number of LSTM units."""
+    if kind == "linear":
+        return LinearController(control_features, steps, heads, key_dim, **factory)
+    if kind == "lstm" or (type(kind) is int and kind > 0):
+        units = None if kind == "lstm" else kind
+        return LstmController(control_features, steps, heads, key_dim, units, learned_state, **factory)
+    raise ValueError(f"controller must be 'linear', 'lstm' or a number of LSTM units, got {kind!r}")

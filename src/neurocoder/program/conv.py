@@ -5,18 +5,17 @@ Shapes: see `neurocoder.functional`; G groups of a convolution.
 
 from __future__ import annotations
 
-from math import prod
-from typing import Literal
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder import functional
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import Rules
-from neurocoder.program.layer import Composition, ProgramLayer
-from neurocoder.program.memory import ProgramMemory
+from neurocoder.functional import average_patch
+from neurocoder.program.composition import Composition
+from neurocoder.program.layer import ProgramLayer
+from neurocoder.program.options import Options, spelled_out
 
 _SMALL_KERNEL = 65536  # numbers: as many kernels as a batch has images need to fit into memory
 _POSITIONS = 96  # a whole kernel is worth making where it has fewer numbers than so many times the positions it serves
@@ -38,6 +37,7 @@ class Conv2d(ProgramLayer):
     replaces = nn.Conv2d
     spatial = True
 
+    @spelled_out
     def __init__(
         self,
         in_channels: int,
@@ -50,57 +50,16 @@ class Conv2d(ProgramLayer):
         bias: bool = True,
         padding_mode: str = "zeros",
         *,
-        slots: int | None = None,
-        heads: int = 1,
-        steps: int = 1,
-        key_dim: int = 5,
-        least_used: int = 0,
-        residual: bool = False,
-        sharpness: float | None = None,
-        controller: Literal["linear", "lstm"] | int | None = None,
-        controller_sees: Literal["input", "read"] = "input",
-        control_features: int | None = None,
-        memory: ProgramMemory | None = None,
-        compat: Literal["authors"] | None = None,
-        rules: Rules | None = None,
         device=None,
         dtype=None,
+        **options: Unpack[Options],
     ):
         check_sizes(in_channels=in_channels, out_channels=out_channels)
         # nn.Conv2d checks its arguments and knows its padding; this one on the meta device holds no memory.
-        shape = nn.Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            False,
-            padding_mode,
-            device="meta",
-        )
-        super().__init__(
-            prod(shape.weight.shape[1:]),
-            out_channels,
-            tuple(shape.weight.shape),
-            (control_features, in_channels),
-            bias,
-            slots=slots,
-            heads=heads,
-            steps=steps,
-            key_dim=key_dim,
-            least_used=least_used,
-            residual=residual,
-            sharpness=sharpness,
-            controller=controller,
-            controller_sees=controller_sees,
-            memory=memory,
-            compat=compat,
-            rules=rules,
-            device=device,
-            dtype=dtype,
-        )
+        window = (kernel_size, stride, padding, dilation, groups)
+        shape = nn.Conv2d(in_channels, out_channels, *window, False, padding_mode, device="meta")
+        factory = {"device": device, "dtype": dtype}
+        super().__init__(tuple(shape.weight.shape), in_channels, bias, options, factory)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, shape.kernel_size
         self.stride, self.padding, self.dilation, self.groups = shape.stride, shape.padding, shape.dilation, groups
         self.padding_mode, self._sides = padding_mode, shape._reversed_padding_repeated_twice
@@ -159,7 +118,7 @@ class Conv2d(ProgramLayer):
 
     def _by_kernel(self, padded: Tensor, composition: Composition) -> Tensor:
         """One convolution, in which every image is a group with a kernel of its own: faster where kernels are small."""
-        kernel_NIO = self._programs(composition, based=False).to(padded.dtype)
+        kernel_NIO = self.dense(composition.core(), composition.residual_N, based=False).to(padded.dtype)
         kernel = kernel_NIO.transpose(1, 2).reshape(-1, self.in_channels // self.groups, *self.kernel_size)
         images = padded.shape[0]
         y = F.conv2d(padded.flatten(0, 1)[None], kernel, None, *self._window(), self.groups * images)
@@ -171,7 +130,9 @@ class Conv2d(ProgramLayer):
 
         `program[b].t().view(out_channels, -1, *kernel_size)` is the weight of an `nn.Conv2d`.
         """
-        return self._programs(self.composition(x, control)).reshape(*x.shape[:-3], -1, self.out_channels)
+        composition = self.composition(x, control)
+        dense = self.dense(composition.core(), composition.residual_N)
+        return dense.reshape(*x.shape[:-3], -1, self.out_channels)
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the images in factored form."""
@@ -193,7 +154,7 @@ class Conv2d(ProgramLayer):
             return read.unflatten(0, (-1, self.groups)).mean((1, 3, 4))
         if self.padding_mode == "zeros":
             padded = F.pad(padded, self._sides)
-        patch = functional.average_patch(padded, self.kernel_size, self.stride, self.dilation)
+        patch = average_patch(padded, self.kernel_size, self.stride, self.dilation)
         return F.linear(patch.unflatten(1, (self.groups, -1)).mean(1).flatten(1), self.memory.left)
 
     def extra_repr(self) -> str:

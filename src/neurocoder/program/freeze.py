@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from neurocoder.functional import squared_norms
 from neurocoder.program.conv import Conv2d
 from neurocoder.program.layer import ProgramLayer
 
@@ -27,20 +28,14 @@ def freeze(layer: ProgramLayer, x: Tensor, control: Tensor | None = None) -> nn.
     core_NPP, residual_N = composition.core(), composition.residual_N
     if not len(core_NPP):
         raise ValueError("freeze needs at least one input, got an empty batch")
-    memory = layer.memory
-    left, right = memory.left.to(core_NPP.dtype), memory.right.to(core_NPP.dtype)
-    mean_OI = (left.t() @ core_NPP.mean(0) @ right).t() * layer.gain
-    if residual_N is not None:
-        mean_OI = mean_OI + residual_N.mean() * layer.residual.flatten(1)
+    mean_OI = layer.dense(core_NPP.mean(0), None if residual_N is None else residual_N.mean()).t()
     plain = _plain_twin(layer)
-    if layer.base is not None:
-        mean_OI = mean_OI + layer.base.weight.flatten(1)
     plain.weight.copy_(mean_OI.view_as(plain.weight))
     bias = layer.bias if layer.base is None else layer.base.bias
     if bias is not None:
         plain.bias.copy_(bias)
     if len(core_NPP) > 1:
-        spread = _spread(layer, core_NPP, residual_N, left, right) / mean_OI.norm()
+        spread = _spread(layer, core_NPP, residual_N) / mean_OI.norm()
         warnings.warn(
             f"freeze: the mean of {len(core_NPP)} programs; the members lie {spread:.1%} of its norm away from it",
             stacklevel=3,
@@ -69,14 +64,13 @@ def _plain_twin(layer: ProgramLayer) -> nn.Linear | nn.Conv2d:
     return plain.train(layer.training)
 
 
-def _spread(layer: ProgramLayer, core_NPP: Tensor, residual_N: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+def _spread(layer: ProgramLayer, core_NPP: Tensor, residual_N: Tensor | None) -> Tensor:
     """Root mean square Frobenius distance of programs from their mean, in the coordinates of the memories."""
-    away = (core_NPP - core_NPP.mean(0)) * layer.gain
-    squared_N = ((left @ left.t() @ away) * (away @ (right @ right.t()))).sum((1, 2))
+    left, right = layer.memory.left.to(core_NPP.dtype), layer.memory.right.to(core_NPP.dtype)
+    away_NPP = (core_NPP - core_NPP.mean(0)) * layer.gain
+    squared_N = squared_norms(away_NPP, left, right)
     if residual_N is not None:
-        residual_OI, shift_N = layer.residual.flatten(1).to(away.dtype), residual_N - residual_N.mean()
-        cross_PP = left @ residual_OI.t() @ right.t()
-        squared_N = (
-            squared_N + 2 * shift_N * (away * cross_PP).sum((1, 2)) + shift_N.square() * residual_OI.square().sum()
-        )
+        residual_OI, shift_N = layer.residual.flatten(1).to(away_NPP.dtype), residual_N - residual_N.mean()
+        cross_N = (away_NPP * (left @ residual_OI.t() @ right.t())).sum((1, 2))
+        squared_N = squared_N + 2 * shift_N * cross_N + shift_N.square() * residual_OI.square().sum()
     return squared_N.clamp_min(0).mean().sqrt()

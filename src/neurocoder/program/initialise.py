@@ -14,18 +14,15 @@
 from __future__ import annotations
 
 from math import log, sqrt
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from neurocoder import functional
-from neurocoder.functional import BANKS
+from neurocoder.functional import BANKS, similarity, squared_norms
+from neurocoder.program.composer import Composer
+from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController, LstmController
 from neurocoder.program.memory import ProgramMemory
-
-if TYPE_CHECKING:
-    from neurocoder.program.layer import Composition, ProgramLayer
 
 _UNIT_TERM = log(torch.e - 1)  # softplus of it is 1
 _SPREAD = 0.5  # of the singular terms
@@ -40,7 +37,7 @@ _ALIKE, _DRAWS = 0.85, 8  # components more alike than that, as few slots may ha
 
 
 @torch.no_grad()
-def layer(layer: ProgramLayer, memory_too: bool) -> None:
+def initialise(layer: Composer, memory_too: bool) -> None:
     """Initialise every parameter; leaves a layer on the meta device as it is."""
     if layer.gain.is_meta:
         return
@@ -73,7 +70,7 @@ def layer(layer: ProgramLayer, memory_too: bool) -> None:
 
 
 @torch.no_grad()
-def add_nothing(layer: ProgramLayer) -> None:
+def add_nothing(layer: Composer) -> None:
     """With a frozen base, a fresh layer's own part is zero: the layer is its base until it is trained."""
     if layer.base is not None:
         nn.init.zeros_(layer.memory.right)
@@ -82,7 +79,7 @@ def add_nothing(layer: ProgramLayer) -> None:
 
 
 @torch.no_grad()
-def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
+def start_as(layer: Composer, old: nn.Linear | nn.Conv2d) -> None:
     """Start as `old`, for every input: controller and gates say the same of all inputs, by their biases, and the
     residual program is the old weight less the one program that is composed for all. What was frozen stays so."""
     if layer.gain.is_meta or layer.residual is None:
@@ -98,10 +95,11 @@ def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
     memory.left[:rank].copy_(left.t())
     memory.right[:rank].copy_(right.t())
     composition = layer.compose(layer.gain.new_zeros(1, layer.control_features))
-    composed_OI = layer.composed(composition)[0].t().to(dtype)
+    core_PP = composition.core()[0]
+    composed_OI = layer.composed(core_PP).t().to(dtype)
     norm = old_OI.norm().clamp_min(0.1 * sqrt(len(old_OI) / 3))  # that of a fresh weight, lest one of zeros stay dead
     layer.gain.mul_(sqrt(_COMPOSED) * norm / composed_OI.norm())
-    composed_OI = layer.composed(composition)[0].t().to(dtype)  # with the gain as it was rounded
+    composed_OI = layer.composed(core_PP).t().to(dtype)  # with the gain as it was rounded
     rest_OI = (old_OI - composed_OI) / composition.residual_N.to(dtype)
     layer.residual.copy_(rest_OI.view_as(layer.residual))
     layer.residual.requires_grad_(old.weight.requires_grad)
@@ -109,7 +107,7 @@ def as_before(layer: ProgramLayer, old: nn.Linear | nn.Conv2d) -> None:
         layer.bias.copy_(old.bias).requires_grad_(old.bias.requires_grad)
 
 
-def _probe(layer: ProgramLayer) -> Composition:
+def _probe(layer: Composer) -> Composition:
     """Programs for standard normal control, from a generator of their own: they take nothing from the global one.
 
     Where the controller sees what the memory reads, the input is standard normal; so is the read of orthonormal rows.
@@ -124,7 +122,7 @@ def _probe(layer: ProgramLayer) -> Composition:
 def _alike(composition: Composition, memory: ProgramMemory) -> bool:
     """Whether a program's components look the same, where there are several."""
     left_NRI = composition.left_PRN.permute(2, 1, 0) @ memory.left.to(composition.left_PRN.dtype)
-    return left_NRI.shape[1] > 1 and functional.similarity(left_NRI).item() >= _ALIKE
+    return left_NRI.shape[1] > 1 and similarity(left_NRI).item() >= _ALIKE
 
 
 def _memory(memory: ProgramMemory) -> None:
@@ -221,11 +219,11 @@ def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
     return nn.functional.normalize(rows, dim=-1)
 
 
-def _calibrate(layer: ProgramLayer, composition: Composition) -> None:
+def _calibrate(layer: Composer, composition: Composition) -> None:
     """Set `gain`, and the scale of a residual program, to give standard normal input the variance of nn.Linear, 1/3."""
     core_NPP = composition.core()
     left, right = (bank.to(core_NPP.dtype) for bank in (layer.memory.left, layer.memory.right))
-    squared_N = ((left @ left.t() @ core_NPP) * (core_NPP @ (right @ right.t()))).sum((1, 2))
+    squared_N = squared_norms(core_NPP, left, right)
     # Where slots outnumber columns, vectors may cancel by chance: that is no reason for a huge gain.
     squared_N = squared_N.clamp_min(0.01 * core_NPP.square().sum((1, 2)))
     wanted = layer.memory.out_features / 3

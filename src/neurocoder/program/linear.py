@@ -5,19 +5,22 @@ Shapes: see `neurocoder.functional`; Y rows of x, of which X share each of the N
 
 from __future__ import annotations
 
-from typing import Literal
+from math import log
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from neurocoder import functional
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import Rules
+from neurocoder.functional import full_precision, sharpen
+from neurocoder.program.composition import Composition
+from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d
+from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
-from neurocoder.program.layer import Composition, ProgramLayer
-from neurocoder.program.memory import ProgramMemory
+from neurocoder.program.layer import ProgramLayer
+from neurocoder.program.options import Options, spelled_out
 
 
 @register("Linear")
@@ -51,57 +54,35 @@ class Linear(ProgramLayer):
 
     convolution = Conv2d
 
+    @spelled_out
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        slots: int | None = None,
-        heads: int = 1,
-        steps: int = 1,
-        key_dim: int = 5,
-        least_used: int = 0,
-        residual: bool = False,
-        sharpness: float | None = None,
-        controller: Literal["linear", "lstm"] | int | None = None,
-        controller_sees: Literal["input", "read"] = "input",
-        control_features: int | None = None,
-        memory: ProgramMemory | None = None,
-        compat: Literal["authors"] | None = None,
-        rules: Rules | None = None,
         device=None,
         dtype=None,
+        **options: Unpack[Options],
     ):
         check_sizes(in_features=in_features, out_features=out_features)
-        super().__init__(
-            in_features,
-            out_features,
-            (out_features, in_features),
-            (control_features, in_features),
-            bias,
-            slots=slots,
-            heads=heads,
-            steps=steps,
-            key_dim=key_dim,
-            least_used=least_used,
-            residual=residual,
-            sharpness=sharpness,
-            controller=controller,
-            controller_sees=controller_sees,
-            memory=memory,
-            compat=compat,
-            rules=rules,
-            device=device,
-            dtype=dtype,
-        )
+        factory = {"device": device, "dtype": dtype}
+        super().__init__((out_features, in_features), in_features, bias, options, factory)
         self.in_features, self.out_features = in_features, out_features
-        self._setting = fused.Setting(steps, heads, least_used, self.sharpness)
-        self._lean = lean.simple(self)
+        self._setting = fused.Setting(self.heads, self.least_used, self.sharpness)
+        plain = self.memory.gate_weight is None and self.residual is None and not self.controlled
+        linear = isinstance(self.controller, LinearController) and self.rules.order == "descending"
+        self._lean = plain and linear  # whether `lean` knows how to do it
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
-        if control is None and self._lean and lean.possible(self, x):
-            return lean.run(self, x)
+        if (
+            self._lean
+            and control is None
+            and self._calls is None
+            and lean.possible(x, self.in_features, self.gain.dtype)
+        ):
+            y = lean.run(x, self._once("all", self._fixed))
+            return y if self.base is None else y + self.base(x)
         lead, x_YI, control_NC = self._arrange(x, control)
         if lead == x.shape[:-1] and self._calls is None:
             part_YP, residual_Y = self._by_row(x_YI, control_NC)
@@ -116,22 +97,36 @@ class Linear(ProgramLayer):
             y = y + self.base(x_YI)
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
+    def _fixed(self) -> lean.Fixed:
+        """What a call on few rows needs that does not depend on them."""
+        memory, controller = self.memory, self.controller
+        return lean.Fixed(
+            weight_XC=controller.weight,
+            bias_X1=controller.bias[:, None],
+            left_PI=memory.left,
+            sharp_MPK=sharpen(memory.keys(), self.sharpness / log(2)),
+            values_P=memory.values,
+            right_PO=memory.right * self.gain,
+            bias_O=self.bias,
+            sharpness=self.sharpness,
+            reads=self.controller_sees == "read",
+        )
+
     def _by_row(self, x_YI: Tensor, control_YC: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Each row has its own program: the fast path. Before the right programs (Y, P), and the residual's scale."""
-        memory, read_PN = self.memory, None
-        if control_YC is None and self.controller_sees == "input":
-            signals = self._signals(x_YI, memory.left, unrolled=False)
-            read_PN = signals.read_PN
+        read_PY = self.memory.left @ x_YI.t()
+        if control_YC is not None:
+            control_CY = control_YC.t()
         else:
-            read_PN = memory.left @ x_YI.t()
-            signals = self._signals(read_PN.t() if control_YC is None else control_YC, unrolled=False)
-        dtype = signals.query.dtype
-        with functional.full_precision(x_YI):
-            part_PN, sigma_RN = fused.compose_rows(
-                signals.query, signals.recurrent, self._sharp_keys(dtype), signals.gate, read_PN.to(dtype),
-                memory.values.to(dtype), self._setting, self.rules,
-            )  # fmt: skip
-            return part_PN.t(), self._residual_scale(signals.opening_N, sigma_RN)
+            control_CY = x_YI.t() if self.controller_sees == "input" else read_PY
+        query, gate, opening_Y = self._signals(control_CY)
+        dtype = query.dtype
+        with full_precision(x_YI):
+            values_P = self.memory.values.to(dtype)
+            part_PY, sigma_RY = fused.compose_rows(
+                query, self._sharp_keys(dtype), gate, read_PY.to(dtype), values_P, self._setting, self.rules
+            )
+            return part_PY.t(), residual_scale(opening_Y, sigma_RY, self.rules.order)
 
     def _by_group(self, x_YI: Tensor, control_NC: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Rows share programs, or somebody wants to see them."""
@@ -159,7 +154,9 @@ class Linear(ProgramLayer):
         It is the transpose of an `nn.Linear.weight`, and it is large: for looking and testing.
         """
         lead = self._arrange(x, control)[0]
-        return self._programs(self.composition(x, control)).reshape(*lead, self.in_features, self.out_features)
+        composition = self.composition(x, control)
+        dense = self.dense(composition.core(), composition.residual_N)
+        return dense.reshape(*lead, self.in_features, self.out_features)
 
     def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
         """The leading shape of the programs, the rows of x, and the rows of the control, where it is given."""

@@ -92,10 +92,19 @@ class ProgramMemory(nn.Module):
             left, right = (orthogonality_loss(bank) for bank in self.orthogonal_banks())
             return {"orthogonality": left + right}
 
-    def fits(self, other: ProgramMemory) -> bool:
-        """Whether a layer that would build `other` can use this memory instead."""
+    def check_serves(self, wanted: ProgramMemory, like: Tensor) -> None:
+        """Raise unless a layer of such parameters that would build `wanted` can use this memory instead."""
+        if (self.left.dtype, self.left.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"the given memory is {self.left.dtype} on {self.left.device}; "
+                f"this layer is {like.dtype} on {like.device}"
+            )
         names = ("in_features", "out_features", "slots", "key_dim", "gate_features", "rules")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        if any(getattr(self, name) != getattr(wanted, name) for name in names):
+            raise ValueError(
+                f"the given memory has {self.extra_repr()}; "
+                f"this layer needs {wanted.extra_repr()}, made by the same rules"
+            )
 
     def extra_repr(self) -> str:
         gates = f"gates over {self.gate_features} features" if self.gate_features else "no gates"

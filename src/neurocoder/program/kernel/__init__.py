@@ -1,1 +1,1 @@
-"""The fast paths of composing programs: fewer passes over memory, and few operations for few rows."""
+"""The hand-written fast paths of `neurocoder.functional`: composing with a backward of its own, and few rows."""

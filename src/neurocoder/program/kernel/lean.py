@@ -6,66 +6,63 @@ Shapes: see `neurocoder.functional`.
 
 from __future__ import annotations
 
-from math import log
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from neurocoder import functional
-from neurocoder.program.cached import watched
-from neurocoder.program.controller import LinearController
-from neurocoder.program.kernel import fused
-
-if TYPE_CHECKING:
-    from neurocoder.program.linear import Linear
+from neurocoder.functional import autocasting
+from neurocoder.program.kept import watched
+from neurocoder.program.kernel import equations
 
 _FEW = 64  # rows; with more, time goes into the operations themselves
 _WHOLE = (torch.float32, torch.float64)  # half precision is computed in float32, which takes conversions
 
 
 class Fixed(NamedTuple):
-    """What does not depend on the input; the keys are sharpened for powers of two."""
+    """What does not depend on the input. Keys are sharpened for base two, whose powers cost half as much."""
 
     weight_XC: Tensor
-    bias_X: Tensor
+    bias_X1: Tensor
     left_PI: Tensor
     sharp_MPK: Tensor
     values_P: Tensor
     right_PO: Tensor
     bias_O: Tensor | None
+    sharpness: float
+    reads: bool  # whether the controller looks at what the left programs read
 
 
-def simple(layer: Linear) -> bool:
-    """Whether the layer is of the kind that is done here."""
-    plain = layer.memory.gate_weight is None and layer.residual is None and not layer.controlled
-    return plain and isinstance(layer.controller, LinearController) and layer.rules.order == "descending"
-
-
-def possible(layer: Linear, x: Tensor) -> bool:
-    """Whether this call can be done here: few rows of the layer's type, and nobody looks, differentiates or maps."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or layer._calls is not None or watched():
+def possible(x: Tensor, width: int, dtype: torch.dtype) -> bool:
+    """Whether rows can be done here: few, of the layer's width and type, and nobody differentiates or maps."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or watched():
         return False
-    if not isinstance(x, Tensor) or x.dim() != 2 or torch._C._is_any_autocast_enabled():
+    if not isinstance(x, Tensor) or x.dim() != 2 or autocasting(x):
         return False
-    rows, width = x.shape
-    return 0 < rows <= _FEW and width == layer.in_features and x.dtype == layer.gain.dtype and x.dtype in _WHOLE
+    rows, columns = x.shape
+    return 0 < rows <= _FEW and columns == width and x.dtype == dtype and dtype in _WHOLE
 
 
-def run(layer: Linear, x_NI: Tensor) -> Tensor:
-    weight_XC, bias_X, left_PI, sharp_MPK, values_P, right_PO, bias_O = layer._once("all", lambda: _fix(layer))
+def run(x_NI: Tensor, fixed: Fixed) -> Tensor:
+    weight_XC, bias_X1, left_PI, sharp_MPK, values_P, right_PO, bias_O, sharpness, reads = fixed
     x_IN = x_NI.t()
     read_PN = torch.mm(left_PI, x_IN)
-    signal_XN = torch.addmm(bias_X, weight_XC, x_IN if layer.controller_sees == "input" else read_PN)
-    part_NP = fused.infer(signal_XN, sharp_MPK, read_PN, values_P, layer._setting).t()
-    y_NO = torch.mm(part_NP, right_PO) if bias_O is None else torch.addmm(bias_O, part_NP, right_PO)
-    return y_NO if layer.base is None else y_NO + layer.base(x_NI)
+    signal_XN = torch.addmm(bias_X1, weight_XC, read_PN if reads else x_IN)
+    banks, slots, key_dim = sharp_MPK.shape
+    components, rows = signal_XN.shape[0] // (banks * key_dim), x_NI.shape[0]
+    unit_MKX, _ = equations.unit_queries(signal_XN.view(banks, key_dim, components * rows))
+    content_MPX = equations.normalise(equations.score(unit_MKX, sharp_MPK, sharpness).exp2_())
+    left, right, weights = content_MPX.view(banks, slots, components, rows).unbind(0)
+    inner_RN = left.mul_(read_PN[:, None]).sum(0)
+    terms_RN = F.softplus(torch.matmul(values_P, weights.flatten(1)).view_as(inner_RN))
+    sigma_RN = torch.mm(_ladder(components, terms_RN.dtype, terms_RN.device), terms_RN)
+    part_NP = right.mul_(inner_RN.mul_(sigma_RN)).sum(1).t()
+    return torch.mm(part_NP, right_PO) if bias_O is None else torch.addmm(bias_O, part_NP, right_PO)
 
 
-def _fix(layer: Linear) -> Fixed:
-    memory, controller = layer.memory, layer.controller
-    sharp_MPK = functional.sharpen(memory.keys(), layer.sharpness / log(2))
-    bias_X = controller.bias[:, None]
-    return Fixed(
-        controller.weight, bias_X, memory.left, sharp_MPK, memory.values, memory.right * layer.gain, layer.bias
-    )
+@cache
+def _ladder(components: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Row n sums the terms n to R (Eq. 8)."""
+    return torch.ones(components, components, dtype=dtype, device=device).triu_()

@@ -1,0 +1,61 @@
+"""What a layer keeps while `nc.cached` is open: what it makes from its parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def watched() -> bool:
+    """Whether `torch.func` maps or differentiates what is called now, or forward-mode derivatives are taken.
+
+    PyTorch has no public word for either; where it comes to have other private ones, somebody may always be watching.
+    """
+    return _transformed() or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+class Kept:
+    """What a layer with a memory and a controller made from its parameters, and how to see that one of them changed."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self.made: dict[str, Any] = {}
+        self.stamp: list[int] = []
+        self.seen: list[Tensor] = []
+        if any(tensor.is_inference() for tensor in self._tensors()):
+            raise ValueError(
+                "this model was made under torch.inference_mode, where nobody can see whether a parameter changes: "
+                "make it, or load it, outside"
+            )
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives: the same as before, unless a parameter changed or somebody takes derivatives."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or watched():
+            return make()
+        tensors, stamp = self._tensors(), []
+        for tensor in tensors:
+            stamp += (tensor.data_ptr(), tensor._version)
+        if stamp != self.stamp:
+            # An alias keeps the memory of what was seen: no other tensor can come to lie at the same address.
+            self.made, self.stamp, self.seen = {}, stamp, [tensor.detach() for tensor in tensors]
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
+
+    def _tensors(self) -> list[Tensor]:
+        layer = self.layer
+        parts = (layer._parameters, layer._buffers, layer.memory._parameters, layer.controller._parameters)
+        return [tensor for held in parts for tensor in held.values() if tensor is not None]
+
+    def forget(self) -> None:
+        self.made = {}
+
+    def __reduce__(self) -> tuple:
+        """A copy of a layer keeps nothing, nor does one that is stored."""
+        return type(None), ()
