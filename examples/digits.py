@@ -1,4 +1,4 @@
-"""Pictures of digits for the examples, made here: the fonts that matplotlib ships, moved, turned, stretched, with noise.
+"""Pictures of digits for the examples, made here: fonts that matplotlib ships, moved, turned and resized, with noise.
 
 python examples/digits.py shows some of them. Test pictures are in fonts that no training picture has.
 """

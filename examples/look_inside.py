@@ -1,4 +1,5 @@
 """See which stored programs the classes of a task use: a table, and a heat map for each layer."""
+
 import argparse
 
 import torch

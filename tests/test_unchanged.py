@@ -4,6 +4,9 @@ tests/unchanged/ was written by the commit before `controller_sees` existed, wit
 
     PYTHONPATH=src:. python -m tests.test_unchanged tests/unchanged
 
+Outputs and gradients were written once more, by the commit before `program/` existed and after it was seen to give the
+old ones on the processor that wrote them: the weights came from a power in float32, which not every processor rounds alike.
+
 A change that is meant to alter a result writes these files anew, and says so: convolutions start otherwise since the
 weights of their controllers start small (docs/log.md); what they compute with given weights is as before.
 """
@@ -78,7 +81,7 @@ def outputs(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> dict[str, torc
     """Output and gradient of the input in float64, for a state that is the same whatever the layer started as."""
     own = layer.state_dict()
     sizes = [own[name].numel() for name in sorted(own)]
-    pieces = torch.sin(1 + torch.arange(sum(sizes)) ** 1.3).split(sizes)
+    pieces = torch.sin(1 + torch.arange(sum(sizes)).double() ** 1.3).split(sizes)  # float32: each processor its own
     layer.load_state_dict({name: piece.view_as(own[name]) for name, piece in zip(sorted(own), pieces, strict=True)})
     x, *control = (tensor.double() for tensor in given)
     y = layer.double()(x.requires_grad_(), *control)
