@@ -5,14 +5,14 @@ upright ones. Three ways to go on, 800 steps each: train all weights; keep them 
 (`nc.recode(model, "*", base="frozen")`, which starts as exactly the network it was); or a product of low rank beside
 them (LoRA), of about the same size. The table shows accuracy in percent on digits in fonts that were not trained on:
 
-                        trained   upright    turned
-    as it was                 0      83.6      22.5
-    all weights          34,186      84.2      83.7
-    programs              4,972      82.6      76.3
-    low rank              4,698      83.1      79.5
+                            trained   upright    turned
+    as it was                     0      83.6      22.5
+    all weights              34,186      84.2      83.7
+    programs                  4,972      82.6      76.3
+    low rank                  4,698      83.1      79.5
 
-So programs bring back most of what the shift took, with a seventh of the parameters and at no cost for the old data;
-where nothing but a constant shift is to be learned, a fixed product of low rank does so as well.
+So a seventh of the parameters bring back most of what the shift took, at a point's cost for the old data, and the old
+network is still inside. Here a fixed product of low rank does even better than programs that each input composes anew.
 """
 
 import argparse

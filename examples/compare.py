@@ -1,4 +1,20 @@
-"""Compare layers at equal parameters on one task."""
+"""Compare layers at equal parameters on one task: accuracy, size and time in a table.
+
+All networks learn digits for 600 steps and are tested on fonts that were not trained on. One is plain, 256-136-10. The
+others are 256-32-10 with both layers re-coded by `nc.recode(model, "*", layer=..., parameters=...)`, which chooses
+slots, experts, programs or hidden units such that they are as large as the first:
+
+                            parameters   accuracy, %  ms a step
+    plain, wider                36,322    82.9 ± 0.6        1.5
+    Neurocoder                  36,430    84.3 ± 0.9        6.0
+    mixture of experts          36,520    84.3 ± 1.3        5.8
+    stored programs (NSM)       37,486    81.6 ± 0.4        4.1
+    HyperNet                    36,586    83.3 ± 0.5        2.3
+    FiLM                        36,314    82.4 ± 0.7        1.7
+
+Mean and standard deviation of three seeds; time is that of the processor, one thread, for a whole step with Adam. Three
+seeds do not tell layers apart that differ by a point; what the table does tell is the price of each at this size.
+"""
 
 import argparse
 import time
@@ -23,29 +39,30 @@ def network(hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(256, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
+def size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="of training (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each layer (default: %(default)s)")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     data, test = digits(8000, 0), digits(2000, 1, TEST)
-    wanted = sum(p.numel() for p in network(128).parameters())
     print(f"{'':<24}{'parameters':>10}{'accuracy, %':>14}{'ms a step':>11}")
     for name, options in LAYERS.items():
-        scores, began = [], time.perf_counter()
+        scores, began = [], time.process_time()
         for seed in range(given.seeds):
             torch.manual_seed(seed)
-            model = network(128 if options is None else 32)
+            model = network(136 if options is None else 32)
             if options is not None:
-                nc.recode(model, "*", parameters=wanted, **options)
+                nc.recode(model, "*", parameters=size(network(136)), **options)
             train(model, *data, steps=given.steps, extra=lambda model=model: nc.auxiliary(model))
             scores.append(accuracy(model, *test))
-        took = 1000 * (time.perf_counter() - began) / (given.seeds * given.steps)
+        took = 1000 * (time.process_time() - began) / (given.seeds * given.steps)
         std, mean = torch.std_mean(torch.tensor(scores))
-        print(
-            f"{name:<24}{sum(p.numel() for p in model.parameters()):>10,}{mean:>9.1f} ± {std:.1f}{took:>11.1f}",
-            flush=True,
-        )
+        print(f"{name:<24}{size(model):>10,}{mean:>8.1f} ± {std:.1f}{took:>11.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,17 @@
-"""See which stored programs the classes of a task use: a table, and a heat map for each layer."""
+"""See which stored programs the classes of a task use: a table, and a heat map for each layer.
+
+A network of two re-coded layers with twelve slots each learns ten digits (81% on fonts that were not trained on).
+`nc.diagnose` then tells how inputs use the slots. It prints, in part:
+
+    layer  kind       bank    inputs  parts  entropy  of batch  at most  most used                    dead
+    0      nc.Linear  left    2000    12     1.75     2.30      2.48     1 (0.19) 4 (0.18) 6 (0.15)   0
+    2      nc.Linear  left    2000    12     1.30     1.84      2.48     11 (0.38) 1 (0.26) 5 (0.10)  0
+    2      nc.Linear  values  2000    12     0.81     0.81      2.48     4 (0.49) 2 (0.49) 9 (0.00)   10: 0 1 3 5 6 ...
+
+One input attends to fewer slots than all inputs together (entropy 1.30 against 1.84 in the last layer), so programs
+differ; of the singular values that layer uses two, for every input alike. With `by=labels` the same is told of each
+class, which is what the picture shows: some digits share slots, such as 1, 2, 3 and 7 slot 1 of the last layer.
+"""
 
 import argparse
 
