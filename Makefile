@@ -3,9 +3,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
 SWEEP := $(CURDIR)-sweep
-# One thread a process: tests run side by side, and threads of several processes would wait for each other.
 STYLE := $(RUN)/ruff check . && $(RUN)/ruff format --check .
-PYTEST := OMP_NUM_THREADS=1 $(RUN)/pytest
+# Two processes of one thread each: with a thread for every core they would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist worksteal
 
 .PHONY: help demo test check bench dist worktree clean
 
@@ -20,7 +20,7 @@ demo: .venv/ready  ## a small sweep of the polynomial experiment and the report 
 test: .venv/ready  ## style, types and tests
 	$(STYLE)
 	$(RUN)/pyright
-	$(PYTEST) -n 2 --dist worksteal
+	$(PYTEST)
 
 check: .venv/ready  ## style, types and the quick tests of the library: for the inner loop, under a minute
 	$(STYLE)

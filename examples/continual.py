@@ -4,10 +4,10 @@ Five tasks, each to tell an even digit from an odd one: 0 or 1, 2 or 3, ... 8 or
 back, and at test time nobody says which task it is. It prints the accuracy over all five tasks at the end, what it was
 of each task when it was just learned, and by how much tasks fell from their best, in percent (50 is chance):
 
-    plain                     accuracy  67.0  learned  94.3  forgetting  34.2
-    plain, online EWC         accuracy  79.1  learned  88.9  forgetting  12.5
-    Neurocoder                accuracy  68.4  learned  94.6  forgetting  32.8
-    Neurocoder, online EWC    accuracy  78.7  learned  93.3  forgetting  18.2
+    plain                      accuracy  67.0   learned  94.3   forgetting  34.2
+    plain, online EWC          accuracy  79.1   learned  88.9   forgetting  12.5
+    Neurocoder                 accuracy  68.4   learned  94.6   forgetting  32.8
+    Neurocoder, online EWC     accuracy  78.7   learned  93.3   forgetting  18.2
 
 So EWC is what helps here; under it the Neurocoder learns more and forgets more. Its strength, 1000, was the best of
 100 to 100,000 for the plain network on these very test data: choose yours on data you hold out. A picture is saved.

@@ -1,6 +1,7 @@
 """Pictures of digits for the examples, made here: fonts that matplotlib ships, moved, turned and resized, with noise.
 
-python examples/digits.py shows some of them. Test pictures are in fonts that no training picture has.
+`python examples/digits.py` shows some of them. Test pictures are in fonts that no training picture has. The examples
+need the laboratory's packages, of which these pictures take matplotlib and pillow: `pip install '.[lab]'`.
 """
 
 import argparse
@@ -69,7 +70,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="digits.png", help="where to save the picture (default: %(default)s)")
     out = parser.parse_args().out
-    figure = Figure(figsize=(6, 2.6))
+    figure = Figure(figsize=(6, 2.4), layout="constrained")
     for axes, name, fonts in zip(figure.subplots(1, 2), ("training", "test"), (TRAIN, TEST), strict=True):
         rows = digits(40, 0, fonts)[0].view(5, 8, SIDE, SIDE).transpose(1, 2).reshape(5 * SIDE, 8 * SIDE)
         axes.imshow(rows, cmap="gray_r")
