@@ -21,10 +21,11 @@ import time
 
 import torch
 from digits import TEST, accuracy, digits, train
-from torch import nn
+from torch import Tensor, nn
 
 import neurocoder as nc
 
+WIDE = 136
 LAYERS = {
     "plain, wider": None,
     "Neurocoder": {"heads": 5},
@@ -43,6 +44,15 @@ def size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def learned(options: dict | None, seed: int, steps: int, data: tuple[Tensor, Tensor]) -> nn.Module:
+    torch.manual_seed(seed)
+    model = network(WIDE if options is None else 32)
+    if options is not None:
+        nc.recode(model, "*", parameters=size(network(WIDE)), **options)
+    train(model, *data, steps=steps, extra=lambda: nc.auxiliary(model))
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="of training (default: %(default)s)")
@@ -52,17 +62,11 @@ def main() -> None:
     data, test = digits(8000, 0), digits(2000, 1, TEST)
     print(f"{'':<24}{'parameters':>10}{'accuracy, %':>14}{'ms a step':>11}")
     for name, options in LAYERS.items():
-        scores, began = [], time.process_time()
-        for seed in range(given.seeds):
-            torch.manual_seed(seed)
-            model = network(136 if options is None else 32)
-            if options is not None:
-                nc.recode(model, "*", parameters=size(network(136)), **options)
-            train(model, *data, steps=given.steps, extra=lambda model=model: nc.auxiliary(model))
-            scores.append(accuracy(model, *test))
+        began = time.process_time()
+        models = [learned(options, seed, given.steps, data) for seed in range(given.seeds)]
         took = 1000 * (time.process_time() - began) / (given.seeds * given.steps)
-        std, mean = torch.std_mean(torch.tensor(scores))
-        print(f"{name:<24}{size(model):>10,}{mean:>8.1f} ± {std:.1f}{took:>11.1f}", flush=True)
+        std, mean = torch.std_mean(torch.tensor([accuracy(model, *test) for model in models]))
+        print(f"{name:<24}{size(models[0]):>10,}{mean:>8.1f} ± {std:.1f}{took:>11.1f}", flush=True)
 
 
 if __name__ == "__main__":
