@@ -3,8 +3,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
 SWEEP := $(CURDIR)-sweep
+STYLE := $(RUN)/ruff check . && $(RUN)/ruff format --check .
+# Two processes of one thread each: with a thread for every core they would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist worksteal
 
-.PHONY: demo test bench worktree clean
+.PHONY: help demo test check bench dist worktree clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: .venv/ready  ## a small sweep of the polynomial experiment and the report of it (one minute)
 	$(RUN)/neurocoder sweep polynomial --budget smoke --seeds 1 --workers 2 --setting plain \
@@ -12,13 +18,21 @@ demo: .venv/ready  ## a small sweep of the polynomial experiment and the report 
 	$(RUN)/neurocoder report --results runs/demo/results --out runs/demo/report.html --dirty
 
 test: .venv/ready  ## style, types and tests
-	$(RUN)/ruff check .
-	$(RUN)/ruff format --check .
+	$(STYLE)
 	$(RUN)/pyright
-	$(RUN)/pytest
+	$(PYTEST)
+
+check: .venv/ready  ## style, types and the quick tests of the library: for the inner loop, under a minute
+	$(STYLE)
+	@$(RUN)/pyright & types=$$!; \
+		$(PYTEST) -m "not slow" --ignore tests/lab; tests=$$?; wait $$types && exit $$tests
 
 bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as ratios
 	$(RUN)/neurocoder bench --out benchmarks/results/layers.json
+
+dist: .venv/ready  ## source distribution and wheel, in dist/
+	rm -rf dist
+	$(RUN)/python -m build --no-isolation
 
 # Results count only if committed code made them: sweep from such a copy, and go on building here.
 worktree:  ## ../<this folder>-sweep: the last commit, clean, with an environment of its own

@@ -115,6 +115,7 @@ def test_gradients_are_as_without_it(kind):
         assert a.any()
 
 
+@pytest.mark.slow
 def test_under_compile_torch_func_inference_mode_and_autocast():
     network, x = model(heads=3), torch.randn(4, 2, 4, 4)
     with torch.no_grad(), nc.cached(network):

@@ -175,6 +175,7 @@ def test_a_control_reaches_layers_deep_in_a_network(kind):
     assert model[0]._control is None
 
 
+@pytest.mark.slow
 @everyone
 def test_a_control_in_a_compiled_network(kind):
     torch._dynamo.reset()
@@ -189,6 +190,7 @@ def test_a_control_in_a_compiled_network(kind):
             torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.slow
 @everyone
 def test_a_control_under_export_autocast_and_vmap(kind):
     kind, options = LAYERS[kind]
@@ -277,6 +279,7 @@ def test_auxiliary_of_what_has_nothing_to_give():
             nc.auxiliary(model, balance=bad)
 
 
+@pytest.mark.slow
 def test_auxiliary_inside_of_a_compiled_step():
     torch._dynamo.reset()
     model, x = network().double(), torch.randn(5, 6).double()

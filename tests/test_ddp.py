@@ -1,5 +1,6 @@
 """Two processes, data-parallel over gloo: the same gradients as one process, and no parameter unused."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -9,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import neurocoder as nc
 from neurocoder.modular.training import ViterbiEM, classification
+
+pytestmark = pytest.mark.slow
 
 
 def build() -> nn.Module:

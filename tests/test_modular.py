@@ -223,6 +223,7 @@ def test_two_grus_can_share_a_pool():
     assert second.candidate.pool is first.candidate.pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [linear, conv])
 def test_compile_export_meta_and_empty(make):
     torch._dynamo.reset()

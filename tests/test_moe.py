@@ -152,6 +152,7 @@ def test_a_diagnosis_of_a_mixture_solved_by_hand():
     assert report.load_imbalance == pytest.approx(1.1055, abs=1e-4)  # sqrt(mean([2/3,1/3,0,0]^2) * 16 - 1)
 
 
+@pytest.mark.slow
 def test_a_compiled_mixture_trains():
     torch._dynamo.reset()
     layer = MixtureOfExperts(6, 5, experts=4, top_k=2)

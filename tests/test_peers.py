@@ -245,6 +245,7 @@ def test_low_rank_is_calibrated_at_every_size_and_looks_at_no_control():
         LowRank(6, 5, rank=1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_compile(kind, mode):

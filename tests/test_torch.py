@@ -49,14 +49,17 @@ def compiled_equals_eager(module: nn.Module, x: torch.Tensor, backend: str = "in
         close(a, b)
 
 
+@pytest.mark.slow
 def test_compile(layer):
     compiled_equals_eager(layer, torch.randn(4, 12))
 
 
+@pytest.mark.slow
 def test_compile_convolution(conv):
     compiled_equals_eager(conv, torch.randn(2, 4, 8, 8), backend="aot_eager")  # the same graphs, quicker to build
 
 
+@pytest.mark.slow
 def test_trace_through_compile(layer):
     torch._dynamo.reset()
     model = nn.Sequential(nn.ReLU(), layer)
@@ -70,6 +73,7 @@ def test_trace_through_compile(layer):
     close(seen["1"].left, plain["1"].left)
 
 
+@pytest.mark.slow
 def test_export_with_dynamic_batch(layer):
     batch = torch.export.Dim("batch")
     exported = torch.export.export(layer.eval(), (torch.randn(4, 12),), dynamic_shapes=({0: batch},))
@@ -77,6 +81,7 @@ def test_export_with_dynamic_batch(layer):
     close(exported.module()(x), layer(x))
 
 
+@pytest.mark.slow
 def test_export_convolution_with_dynamic_batch(conv):
     batch = torch.export.Dim("batch")
     exported = torch.export.export(conv.eval(), (torch.randn(3, 4, 8, 8),), dynamic_shapes=({0: batch},))
@@ -84,6 +89,7 @@ def test_export_convolution_with_dynamic_batch(conv):
     close(exported.module()(x), conv(x))
 
 
+@pytest.mark.slow
 def test_onnx_runtime_agrees(layer, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

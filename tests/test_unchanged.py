@@ -4,10 +4,11 @@ tests/unchanged/ was written by the commit before `controller_sees` existed, wit
 
     PYTHONPATH=src:. python -m tests.test_unchanged tests/unchanged
 
+Outputs and gradients were written once more, by the commit before `program/` existed and after it was seen to give the
+old ones on the processor that wrote them: the weights came from a power in float32, which processors round differently.
+
 A change that is meant to alter a result writes these files anew, and says so: convolutions start otherwise since the
-weights of their controllers start small (docs/log.md); what they compute with given weights is as before. Outputs were
-written again, by the code before the change that did it, when the weights they are for came to be the same on every
-processor.
+weights of their controllers start small (docs/log.md); what they compute with given weights is as before.
 """
 
 import sys
