@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
 SWEEP := $(CURDIR)-sweep
 
-.PHONY: demo test bench worktree clean
+.PHONY: demo test docs bench worktree clean
 
 demo: .venv/ready  ## a small sweep of the polynomial experiment and the report of it (one minute)
 	$(RUN)/neurocoder sweep polynomial --budget smoke --seeds 1 --workers 2 --setting plain \
@@ -16,6 +16,10 @@ test: .venv/ready  ## style, types and tests
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
 	$(RUN)/pytest
+
+docs: .venv/ready  ## the site, into build/docs/html: a warning is an error
+	$(RUN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs/html
+	@echo "open build/docs/html/index.html"
 
 bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as ratios
 	$(RUN)/neurocoder bench --out benchmarks/results/layers.json
@@ -31,7 +35,7 @@ worktree:  ## ../<this folder>-sweep: the last commit, clean, with an environmen
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,cluster,dev]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,cluster,docs,dev]"
 	touch $@
 
 clean:  ## remove the environment and what tools left behind

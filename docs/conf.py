@@ -75,12 +75,15 @@ class Claims(SphinxDirective):
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        rows = ["| claim | paper | ours | verdict |", "|---|---|---|---|"]
-        for claim in judged():
-            if fnmatch(claim["id"], (self.arguments or ["*"])[0]):
+        claims = [claim for claim in judged() if fnmatch(claim["id"], (self.arguments or ["*"])[0])]
+        lines = ["| claim | paper | ours: mean ± std (n) | verdict |", "|---|---|---|---|"]
+        for claim in claims:
+            if claim["verdict"] != "not-run":
                 paper = (f"{name} {value}" for name, value in claim["paper"].items() if not isinstance(value, dict))
-                rows.append(f"| {claim['statement']} | {', '.join(paper)} | {claim['ours']} | {claim['verdict']} |")
-        return self.parse_text_to_nodes("\n".join(rows))
+                cells = claim["statement"], ", ".join(paper), claim["ours"], f"**{claim['verdict']}**"
+                lines.append(f"| {' | '.join(cells)} |")
+        waiting = [f"- {claim['statement']}" for claim in claims if claim["verdict"] == "not-run"]
+        return self.parse_text_to_nodes("\n".join([*lines, "", *(["Not run yet:", "", *waiting] if waiting else [])]))
 
 
 def setup(app: Sphinx) -> None:
