@@ -2,10 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from fnmatch import fnmatch
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 from docutils import nodes
@@ -15,6 +15,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
 import neurocoder
+from neurocoder_lab.cli import main
 
 project = "neurocoder"
 author = "the authors of neurocoder"
@@ -22,6 +23,7 @@ release = version = neurocoder.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
+highlight_language = "text"
 exclude_patterns = ["static"]
 
 autodoc_member_order = "bysource"
@@ -30,8 +32,8 @@ python_maximum_signature_line_length = 90
 python_display_short_literal_types = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
-napoleon_custom_sections = [("Class attributes", "params_style"), "Shape"]
+napoleon_use_param = False  # several names may share a line
+napoleon_custom_sections = [("Attributes", "params_style"), ("Class attributes", "params_style"), "Shape"]
 default_role = "py:obj"  # `name` in a docstring is code, and a link where the name is known
 nitpick_ignore_regex = [(r"py:class", r".*"), (r"py:obj", r"(?!neurocoder|nc\.).*")]  # types, arguments, torch
 
@@ -64,9 +66,11 @@ class LinkNames(SphinxPostTransform):
 
 @cache
 def judged() -> list[dict]:
-    command = [sys.executable, "-m", "neurocoder_lab", "claims", "--json"]
-    run = subprocess.run(command, cwd=Path(__file__).parent.parent, check=True, capture_output=True, text=True)
-    return json.loads(run.stdout)
+    """What `neurocoder claims --json` prints."""
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()):
+        status = main(["claims", "--json", "--results", str(Path(__file__).parent.parent / "results")])
+    assert status == 0
+    return json.loads(printed.getvalue())
 
 
 class Claims(SphinxDirective):
