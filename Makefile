@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
 SWEEP := $(CURDIR)-sweep
 
-.PHONY: demo test docs bench worktree clean
+.PHONY: demo test docs look bench worktree clean
 
 demo: .venv/ready  ## a small sweep of the polynomial experiment and the report of it (one minute)
 	$(RUN)/neurocoder sweep polynomial --budget smoke --seeds 1 --workers 2 --setting plain \
@@ -20,6 +20,9 @@ test: .venv/ready  ## style, types and tests
 docs: .venv/ready  ## the site, into build/docs/html: a warning is an error
 	$(RUN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs/html
 	@echo "open build/docs/html/index.html"
+
+look: docs  ## pictures of the site in Chromium, desk and phone, light and dark, into build/look
+	$(RUN)/python tests/look.py
 
 bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as ratios
 	$(RUN)/neurocoder bench --out benchmarks/results/layers.json

@@ -19,17 +19,21 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-CODE = {name: blocks for name, text in PAGES.items() if (blocks := re.findall(r"(?ms)^```python\n(.*?)^```", text))}
+BLOCK = r"(?ms)^```(python|output)\n(.*?)^```"
+CODE = {name: blocks for name, text in PAGES.items() if (blocks := re.findall(BLOCK, text))}
 
 
 @pytest.mark.parametrize("page", CODE)
-def test_code_runs_as_it_stands(page, tmp_path, monkeypatch):
-    """The blocks of a page, from top to bottom, in one namespace."""
+def test_code_runs_as_it_stands(page, tmp_path, monkeypatch, capsys):
+    """The blocks of a page, from top to bottom, in one namespace; an output is what the code before it printed."""
     monkeypatch.chdir(tmp_path)
     kinds, scope = dict(KINDS), {"__name__": "guide"}
     try:
-        for block in CODE[page]:
-            exec(compile(block, page, "exec"), scope)
+        for kind, block in CODE[page]:
+            if kind == "output":
+                assert capsys.readouterr().out == block
+            else:
+                exec(compile(block, page, "exec"), scope)
     finally:
         KINDS.clear()
         KINDS.update(kinds)
@@ -38,18 +42,18 @@ def test_code_runs_as_it_stands(page, tmp_path, monkeypatch):
 def test_there_is_code_to_run():
     assert len(CODE["README.md"]) == 5
     assert {"docs/guides/recode.md", "docs/guides/peers.md", "docs/guides/continual.md"} <= CODE.keys()
+    assert any(kind == "output" for kind, _ in CODE["docs/guides/recode.md"])
 
 
 def commands(start: str) -> list[str]:
-    """Every command of all pages that starts so, in a block or in the text, without what explains it."""
-    found = []
+    """Every command of all pages that starts so, in a plain block or in the text, without what explains it."""
+    lines, spans = [], []
     for text in PAGES.values():
-        text = re.sub(r"(?ms)^```python\n.*?^```", "", text)
-        lines = [line for block in re.findall(r"(?ms)^```\n(.*?)^```", text) for line in block.splitlines()]
-        spans = re.findall(r"`([^`]+)`", re.sub(r"(?ms)^```.*?^```", "", text))
-        found += [re.split(r"\s{2,}| #", line.strip())[0] for line in lines]
-        found += [" ".join(span.split()) for span in spans]
-    return sorted({command for command in found if re.match(rf"{start}\s", command)})
+        text = re.sub(r"(?ms)^```[^\n`]+\n.*?^```$", "", text)
+        lines += [line for block in re.findall(r"(?ms)^```\n(.*?)^```$", text) for line in block.splitlines()]
+        spans += re.findall(r"`([^`]+)`", re.sub(r"(?ms)^```\n.*?^```$", "", text))
+    told = [re.split(r"\s{2,}| #", line.strip())[0] for line in lines] + [" ".join(span.split()) for span in spans]
+    return sorted({command for command in told if re.match(rf"{start}\s", command)})
 
 
 class Parsed(Exception):
