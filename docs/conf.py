@@ -28,7 +28,6 @@ exclude_patterns = ["static"]
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # torch's own text on forward helps nobody here
-autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 90
 python_display_short_literal_types = True
 napoleon_numpy_docstring = False
