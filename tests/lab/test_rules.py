@@ -12,9 +12,11 @@ from neurocoder_lab.rules import COUNTED, rules
 EXISTING = {*experiments.NAMES, *COUNTED}
 PLANNED = {"speed", "mnist-linear", "cifar", "atari", "algorithms", "penn-treebank", "toy-regression", "modular-cifar"}
 
+NOT_JUDGED = {"forgetting"}  # ours, and no claim of a paper
+
 
 def test_every_rule_is_of_an_experiment_that_is_there_or_planned():
-    assert {rule.experiment for rule in rules().values()} == (EXISTING | PLANNED)
+    assert {rule.experiment for rule in rules().values()} == (EXISTING | PLANNED) - NOT_JUDGED
 
 
 @pytest.mark.parametrize("name", [name for name, rule in rules().items() if rule.experiment in experiments.NAMES])

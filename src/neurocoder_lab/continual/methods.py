@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from neurocoder_lab.continual.fisher import fisher
 
 Name = Literal["adam", "adagrad", "l2", "si", "ewc", "oewc"]
+TITLES = {"adam": "Adam", "adagrad": "Adagrad", "l2": "L2", "si": "SI", "ewc": "EWC", "oewc": "online EWC"}
 Outputs = Callable[[Tensor], Tensor]
 Extra = Callable[[], Tensor]
 

@@ -144,10 +144,14 @@ class Learner(Task):
         whole = loss if self.extra is None else loss + self.weight(task) * self.extra(task)
         self.accelerator.backward(whole)
         self.accelerator.unscale_gradients(self.optimiser)
-        self.method.step(self.optimiser)
+        self.update(task)
         if index + 1 == self.ends[task] and task + 1 < len(self.stream):
             self._finish(task)
         return {"loss": loss}
+
+    def update(self, task: int) -> None:
+        """The optimiser's step, with the method's part in it."""
+        self.method.step(self.optimiser)
 
     def _finish(self, task: int) -> None:
         x, y = (tensor.to(self.accelerator.device) for tensor in self.stream.train[task])

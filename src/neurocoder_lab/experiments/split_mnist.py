@@ -3,10 +3,8 @@
     neurocoder run split-mnist --model neurocoder --method oewc --scenario domain
     neurocoder sweep split-mnist --seeds 10
 
-Digits are padded to 32 x 32. The network is 1024-h-h-outputs without bias in the hidden layers, as the authors'; in the
-task scenario every task has an output layer of its own. The Neurocoder comes in two forms: `neurocoder`, with our
-initialisation and a sharpness and a weight of the orthogonal loss chosen on held-out data, and `neurocoder-authors`,
-with all the choices of the authors' published code.
+The Neurocoder comes in two forms: `neurocoder`, with our initialisation and a sharpness and a weight of the orthogonal
+loss chosen on held-out data, and `neurocoder-authors`, with all the choices of the authors' published code.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ from statistics import mean
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import neurocoder as nc
 from neurocoder_lab import data, figures
 from neurocoder_lab.claims import published
-from neurocoder_lab.continual import MultiHead, make
+from neurocoder_lab.continual import make
+from neurocoder_lab.continual.digits import BATCH, BENCHMARK, EPOCHS, EXAMPLES, TASKS, network, prepare
+from neurocoder_lab.continual.methods import TITLES
 from neurocoder_lab.continual.methods import Name as Method
 from neurocoder_lab.continual.stream import SCENARIOS, Scenario
 from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, check_form, orthogonal
-from neurocoder_lab.networks import mlp
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Experiment, Grid
@@ -39,13 +37,7 @@ MODELS: tuple[Model, ...] = Model.__args__
 FORMS: tuple[Form, ...] = Form.__args__
 METHODS: tuple[Method, ...] = Method.__args__
 NAMES = {"mlp": "MLP", "nsm": "NSM", "neurocoder": "Neurocoder", "neurocoder-authors": "Neurocoder, authors' choices"}
-TITLES = {"adam": "Adam", "adagrad": "Adagrad", "l2": "L2", "si": "SI", "ewc": "EWC", "oewc": "online EWC"}
 
-TASKS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-PIXELS = 0.1000, 0.2752  # mean and standard deviation
-BATCH = 128
-EPOCHS = {"smoke": 3, "desk": 4, "paper": 4}
-EXAMPLES = {"smoke": 256, "desk": 60_000, "paper": 60_000}
 LAYERS: dict[str, dict[str, Any]] = {
     "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 5, "key_dim": 5},
     # the paper's least_used = 5 does nothing in a single step
@@ -59,11 +51,6 @@ AUTHORS = {"sharpness": 1 / 5, "orthogonal": 1.0}  # their code's: 1/K, and a = 
 AUTHORS_WEIGHTS = {"l2": (1, 2), "ewc": (1, 2), "oewc": (1, 2), "si": (0, 1)}
 SHARPNESS = (1 / 5, 1.0, 3.0)
 ORTHOGONAL = (1.0, 10.0)
-# strengths of the penalties in the benchmark that the paper follows (Hsu et al. 2018)
-BENCHMARK: dict[str, dict[str, float]] = {
-    "task": {"l2": 0.01, "si": 300.0, "ewc": 100.0, "oewc": 400.0},
-    "domain": {"l2": 0.5, "si": 3000.0, "ewc": 100.0, "oewc": 700.0},
-}
 # what is tried for --strength tuned, the same for every model
 GRID: dict[str, tuple[float, ...]] = {
     "l2": (0.01, 0.1, 1.0, 10.0, 100.0),
@@ -122,20 +109,11 @@ def fill(config: SplitMnist) -> dict[str, Any]:
     return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | form
 
 
-def prepare(x: Tensor) -> Tensor:
-    return F.pad(x, (2, 2, 2, 2)).flatten(1).float().div_(255).sub_(PIXELS[0]).div_(PIXELS[1])
-
-
 def build(model: Model, scenario: Scenario, hidden: int, sharpness: float = 0.0) -> nn.Module:
-    body = nn.Sequential(*mlp(1024, hidden, hidden, bias=False), nn.ReLU())
-    if scenario == "task":
-        network: nn.Module = MultiHead(body, [nn.Linear(hidden, len(classes)) for classes in TASKS])
-    else:
-        outputs = 2 if scenario == "domain" else sum(map(len, TASKS))
-        network = nn.Sequential(*body, nn.Linear(hidden, outputs))
+    plain = network(scenario, hidden)
     if model in LAYERS:
-        nc.recode(network, "*", **LAYERS[model] | ({"sharpness": sharpness} if sharpness else {}))
-    return network
+        nc.recode(plain, "*", **LAYERS[model] | ({"sharpness": sharpness} if sharpness else {}))
+    return plain
 
 
 def start(config: SplitMnist) -> Learner:

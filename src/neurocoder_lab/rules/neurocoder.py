@@ -221,7 +221,8 @@ def _continual() -> dict[str, Rule]:
     def heads(model: str, dataset: str, method: str) -> Group:
         return Group({"model": model, "dataset": dataset, "method": method}, "accuracy")
 
-    ours = {(d, m): heads("neurocoder", d, m) for d in ("cifar10", "cifar100") for m in ("none", "si")}
+    forms = {d: best("split-cifar", "model", dataset=d) or "neurocoder" for d in ("cifar10", "cifar100")}
+    ours = {(d, m): heads(form, d, m) for d, form in forms.items() for m in ("none", "si")}
     plain = {place: heads("plain", *place) for place in ours}
     ten, ten_si, hundred, hundred_si = ours
     much, little = (
