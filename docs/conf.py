@@ -80,14 +80,17 @@ class Claims(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         claims = [claim for claim in judged() if fnmatch(claim["id"], (self.arguments or ["*"])[0])]
-        lines = ["| claim | paper | ours: mean ± std (n) | verdict |", "|---|---|---|---|"]
+        lines = ["| claim | verdict | ours: mean ± std (n) | paper |", "|---|---|---|---|"]
         for claim in claims:
             if claim["verdict"] != "not-run":
                 paper = (f"{name} {value}" for name, value in claim["paper"].items() if not isinstance(value, dict))
-                cells = claim["statement"], ", ".join(paper), claim["ours"], f"**{claim['verdict']}**"
+                cells = claim["statement"], f"**{claim['verdict']}**", claim["ours"], ", ".join(paper)
                 lines.append(f"| {' | '.join(cells)} |")
         waiting = [f"- {claim['statement']}" for claim in claims if claim["verdict"] == "not-run"]
-        return self.parse_text_to_nodes("\n".join([*lines, "", *(["Not run yet:", "", *waiting] if waiting else [])]))
+        lines += ["", "Not run yet:", "", *waiting] if waiting else []
+        table, *rest = self.parse_text_to_nodes("\n".join(lines))
+        table["classes"].append("claims")
+        return [table, *rest]
 
 
 def setup(app: Sphinx) -> None:
