@@ -7,7 +7,7 @@ STYLE := $(RUN)/ruff check . && $(RUN)/ruff format --check .
 # Two processes of one thread each: with a thread for every core they would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist worksteal
 
-.PHONY: help demo test check bench dist worktree clean
+.PHONY: help demo test check docs look bench dist worktree clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +27,13 @@ check: .venv/ready  ## style, types and the quick tests of the library: for the 
 	@$(RUN)/pyright & types=$$!; \
 		$(PYTEST) -m "not slow" --ignore tests/lab; tests=$$?; wait $$types && exit $$tests
 
+docs: .venv/ready  ## the site, into build/docs/html: a warning is an error
+	$(RUN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs/html
+	@echo "open build/docs/html/index.html"
+
+look: docs  ## pictures of the site in Chromium, desk and phone, light and dark, into build/look
+	$(RUN)/python tests/look.py
+
 bench: .venv/ready  ## speed and memory against nn.Linear and nn.Conv2d, as ratios
 	$(RUN)/neurocoder bench --out benchmarks/results/layers.json
 
@@ -45,7 +52,7 @@ worktree:  ## ../<this folder>-sweep: the last commit, clean, with an environmen
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,cluster,dev]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,cluster,docs,dev]"
 	touch $@
 
 clean:  ## remove the environment and what tools left behind

@@ -33,20 +33,22 @@ SHAPES: dict[type[nn.Module], tuple[str, ...]] = {
 class Conditional(nn.Module):
     """A layer whose computation depends on its input. Every layer of this library is one, and yours can be: `recode`,
     `trace`, `diagnose`, `auxiliary`, `controlled`, `save` and `load` know no more of a layer than what stands here.
-    docs/peers.md has an example.
+    docs/guides/peers.md has an example.
 
     A subclass must define
-        `__init__`: takes what the plain layer takes (see `replaces`), by keyword, and its own options after it:
-            `(in_features, out_features, bias=True, *, ..., device=None, dtype=None)`; it keeps the former as attributes
-            of the same names (without `bias`).
-        `options()`: the own options as they are now, fit for JSON, so that `load` can build the layer anew.
-        `forward(x, control=None)`: where `self.watched`, it calls `self.record` with an `nc.Mixture` (weights of
-            parts), `nc.Choice`, `nc.Modulation`, or an `nc.Record` of its own that defines `use()`.
+
+    - `__init__`: takes what the plain layer takes (see `replaces`), by keyword, and its own options after it:
+      `(in_features, out_features, bias=True, *, ..., device=None, dtype=None)`; it keeps the former as attributes of
+      the same names (without `bias`).
+    - `options()`: the own options as they are now, fit for JSON, so that `load` can build the layer anew.
+    - `forward(x, control=None)`: where `self.watched`, it calls `self.record` with an `nc.Mixture` (weights of parts),
+      `nc.Choice`, `nc.Modulation`, or an `nc.Record` of its own that defines `use()`.
 
     It may define
-        `wants` and `auxiliary()`: losses to be added to the task's, for `nc.auxiliary`. What a forward keeps for it
-            must not be part of a copy (`__getstate__`): a tensor with a graph cannot be copied.
-        `adopt(base)`: for `recode(..., base="frozen")`.
+
+    - `wants` and `auxiliary()`: losses to be added to the task's, for `nc.auxiliary`. What a forward keeps for it must
+      not be part of a copy (`__getstate__`): a tensor with a graph cannot be copied.
+    - `adopt(base)`: for `recode(..., base="frozen")`.
 
     For a control it calls `look_at` in `__init__`, and `arrange` and `spread` in `forward` (a convolution: `given`).
     `nc.register` lets `save` and `load` know it.
@@ -197,7 +199,7 @@ def register(what: str) -> Callable[[Kind], Kind]: ...
 @overload
 def register(what: Kind) -> Kind: ...
 def register(what: Any) -> Any:
-    """Let `save` and `load` know a class of conditional layers, by its module and name or by a name of your choice:
+    """Let `save` and `load` know a class of conditional layers, by its module and name or by a name of your choice::
 
         @nc.register                    # or @nc.register("mypackage.Mine"), a name to keep when the class moves
         class Mine(nc.Conditional): ...

@@ -223,7 +223,7 @@ def queries(state_UJN: Tensor, key_dim: int, heads: int) -> Tensor:
 
 
 def average_patch(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]) -> Tensor:
-    """What a convolution's kernel meets on the average of its positions: (B, C, height, width) to (B, C, *kernel).
+    """What a convolution's kernel meets on the average of its positions: (B, C, height, width) to (B, C, `*kernel`).
 
     The average of a kernel's responses is its product with this, so that they need not be computed.
     """

@@ -15,9 +15,11 @@ from neurocoder.modular.layers import Linear
 class GRU(nn.Module):
     """A recurrent layer whose state update is a modular layer; called like `nn.GRU` with one layer.
 
-    z_t = sigmoid(W_z [h_{t-1}, x_t]),  r_t = sigmoid(W_r [h_{t-1}, x_t])
-    c_t = ReLU(sum_i f_{a_i}([r_t * h_{t-1}, x_t])),  a_t chosen by p(a_t | h_{t-1}, x_t)
-    h_t = (1 - z_t) * h_{t-1} + z_t * c_t
+    ::
+
+        z_t = sigmoid(W_z [h_{t-1}, x_t]),  r_t = sigmoid(W_r [h_{t-1}, x_t])
+        c_t = ReLU(sum_i f_{a_i}([r_t * h_{t-1}, x_t])),  a_t chosen by p(a_t | h_{t-1}, x_t)
+        h_t = (1 - z_t) * h_{t-1} + z_t * c_t
 
     Args:
         input_size, hidden_size, bias, batch_first: as in `nn.GRU`.

@@ -1,6 +1,6 @@
 """Three ways to train one modular network: generalised Viterbi EM, REINFORCE, and noisy top-k mixtures.
 
-Each is given the model and a log-likelihood, and has a `loss` whose gradient trains modules and controllers together:
+Each is given the model and a log-likelihood, and has a `loss` whose gradient trains modules and controllers together::
 
     em = ViterbiEM(model, classification, size=len(x))
     for _ in range(rounds):

@@ -1,6 +1,6 @@
 """Continual learning on any `nn.Module`: streams of tasks, methods against forgetting, and what to measure.
 
-docs/continual.md shows it on a stream of your own.
+docs/guides/continual.md shows it on a stream of your own.
 """
 
 from neurocoder_lab.continual.fisher import fisher
