@@ -12,6 +12,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 INK = "#123457"  # replaced by the colour of the page's text
 COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0", "#7a9a2e")
 WIDTH = 7.2
+SIDES = COLOURS[1], COLOURS[3]  # of a choice between two
+LETTERS = str.maketrans("01", "AB")
 
 STYLE = {
     "svg.fonttype": "none",
@@ -108,4 +110,80 @@ def attention(example: dict) -> str:
         for axes in (upper, lower):
             for chunk in range(1, example["chunks"]):
                 axes.axvline(chunk * points / example["chunks"], color="#2fbf4f", linestyle="--", linewidth=1)
+        return svg(figure)
+
+
+def attention_maps(named: dict[str, list], rows: list[str]) -> str:
+    """A row of small maps for each name, one a digit: slots downwards, components to the right."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.3 * len(named)), layout="constrained")
+        grid = figure.subplots(len(named), len(rows), squeeze=False)
+        for line, (name, maps) in zip(grid, named.items(), strict=True):
+            highest = max(value for map_ in maps for component in map_ for value in component)
+            for axes, map_, row in zip(line, maps, rows, strict=True):
+                slots = len(map_[0])
+                extent = (0.5, len(map_) + 0.5, slots + 0.5, 0.5)
+                image = axes.imshow([*zip(*map_, strict=True)], cmap="viridis", vmin=0, vmax=highest, aspect="auto",
+                                    interpolation="nearest", extent=extent)  # fmt: skip
+                axes.set_title(row, fontsize=9)
+                axes.set_xticks(range(1, len(map_) + 1))
+                axes.set_yticks([1, slots] if axes is line[0] else [])
+            line[0].set_ylabel(f"{name}\nslot")
+            line[len(rows) // 2].set_xlabel("component")
+            figure.colorbar(image, ax=[*line], label="attention", pad=0.01)
+        return svg(figure)
+
+
+def patterns(named: dict[str, list]) -> str:
+    """The two attention patterns of each component, side by side over the slots."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.2), layout="constrained")
+        for axes, (name, pair) in zip(figure.subplots(1, len(named), sharey=True), named.items(), strict=True):
+            places = range(1, len(pair[0]) + 1)
+            for side, (weights, colour) in enumerate(zip(pair, SIDES, strict=True)):
+                axes.step(places, weights, where="mid", color=colour, label=f"pattern {'AB'[side]}",
+                          linestyle=("-", "--")[side])  # fmt: skip
+            axes.set_title(name, fontsize=10)
+            axes.set_xlabel("slot")
+            axes.set_ylim(bottom=0)
+        figure.axes[0].set_ylabel("attention")
+        figure.axes[0].legend(frameon=False, fontsize=9)
+        return svg(figure)
+
+
+def tree(leaves: list[list[int]]) -> str:
+    """A binary tree from left to right, and of each class the share of its inputs that every leaf gets."""
+    depth, classes = (len(leaves) - 1).bit_length(), len(leaves[0])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.42 * len(leaves) + 0.9), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+        for level in range(depth):
+            width = len(leaves) >> level
+            for node in range(2**level):
+                at = (node + 0.5) * width - 0.5
+                for side, colour in enumerate(SIDES):
+                    to = at + (side - 0.5) * width / 2
+                    left.plot([level, level + 1], [at, to], color=colour, linewidth=1.6, linestyle=("-", "--")[side])
+                left.plot(level, at, "o", color=INK, markersize=4)
+            left.text(level + 0.5, -0.9, f"component {level + 1}", ha="center", fontsize=9)
+        for side, colour in enumerate(SIDES):
+            left.plot([], [], color=colour, linestyle=("-", "--")[side], label=f"pattern {'AB'[side]}")
+        left.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+        left.set_ylim(len(leaves) - 0.5, -1.2)
+        left.set_axis_off()
+        totals = [max(sum(column), 1) for column in zip(*leaves, strict=True)]
+        shares = [[100 * count / total for count, total in zip(row, totals, strict=True)] for row in leaves]
+        image = right.imshow(shares, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+        for leaf, row in enumerate(shares):
+            for which, share in enumerate(row):
+                if share >= 0.5:
+                    right.text(which, leaf, f"{share:.0f}", ha="center", va="center", fontsize=8,
+                               color="black" if share > 50 else "white")  # fmt: skip
+        right.set_ylim(len(leaves) - 0.5, -1.2)
+        right.set_xticks(range(classes))
+        right.set_xlabel("digit")
+        right.set_yticks(
+            range(len(leaves)), [format(leaf, f"0{depth}b").translate(LETTERS) for leaf in range(len(leaves))]
+        )
+        figure.colorbar(image, ax=right, label="share of the digit's images, %")
         return svg(figure)

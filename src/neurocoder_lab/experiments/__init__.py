@@ -8,7 +8,7 @@ from importlib import import_module
 from neurocoder_lab.store import LabError
 from neurocoder_lab.task import Experiment
 
-NAMES = ("polynomial", "split-mnist", "split-cifar", "forgetting")
+NAMES = ("polynomial", "mnist-linear", "cifar", "split-mnist", "split-cifar", "forgetting")
 
 
 def get(name: str) -> Experiment:
