@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 COMMON = 0.01  # a pattern counts if so many of the inputs hold it
 ROUNDS = 50  # of 2-means, at most
@@ -51,10 +50,10 @@ def two_means(x_NP: Tensor) -> tuple[Tensor, Tensor]:
     centred = x_NP - x_NP.mean(0)
     axis_P = torch.linalg.eigh(centred.t().double() @ centred.double())[1][:, -1].to(x_NP.dtype)
     side_N = (centred @ axis_P > 0).long()
+    centre_2P = x_NP.mean(0).expand(2, -1)
     for _ in range(ROUNDS):
-        count_2 = F.one_hot(side_N, 2).sum(0)
-        if count_2.min() == 0:  # all rows are alike
-            return torch.zeros_like(side_N), x_NP.mean(0).expand(2, -1)
+        if side_N.min() == side_N.max():  # all rows are alike
+            break
         centre_2P = torch.stack([x_NP[side_N == side].mean(0) for side in (0, 1)])
         before, side_N = side_N, torch.cdist(x_NP, centre_2P).argmin(1)
         if torch.equal(before, side_N):

@@ -53,7 +53,8 @@ class Classifier(Task):
 
     Args:
         prepare: from images of bytes to what the network takes; of training images, `augment` comes first.
-        rate: from the share of training that is done, 0 to 1, to the learning rate.
+        schedule: from the share of training that is done, 0 to 1, to the factor on the learning rate; by default it
+            falls linearly to zero, which makes the last epoch depend less on chance.
         tested: how many images to measure on: the first of them.
     """
 
@@ -66,7 +67,7 @@ class Classifier(Task):
         batch: int,
         prepare: Callable[[Tensor], Tensor],
         *,
-        rate: Callable[[float], float],
+        schedule: Callable[[float], float] = lambda done: 1 - done,
         augment: Callable[[Tensor], Tensor] = lambda x: x,
         tested: int | None = None,
     ):
@@ -76,7 +77,8 @@ class Classifier(Task):
         self.batch = min(batch, len(self.y))
         self.epoch_steps = len(self.y) // self.batch  # what is left of an epoch is not trained on
         super().__init__(model, optimiser, config.epochs * self.epoch_steps, self.epoch_steps)
-        self.measure, self.prepare, self.augment, self.rate = config.measure, prepare, augment, rate
+        self.measure, self.prepare, self.augment = config.measure, prepare, augment
+        self.rate, self.schedule = config.rate, schedule
         self.fingerprint = data.fingerprint
         self.order = torch.zeros(0, dtype=torch.long)
 
@@ -87,7 +89,7 @@ class Classifier(Task):
         rows = self.order[place * self.batch : (place + 1) * self.batch]
         x, y = self.share(self.prepare(self.augment(self.x[rows])), self.y[rows])
         for group in self.optimiser.param_groups:
-            group["lr"] = self.rate(index / self.steps)
+            group["lr"] = self.rate * self.schedule(index / self.steps)
         logits = self.network(x)
         loss = F.cross_entropy(logits, y)
         self.learn(loss + nc.auxiliary(self.model))

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 INK = "#123457"  # replaced by the colour of the page's text
-COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0", "#7a9a2e")
+COLOURS = ("#8a8f98", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")  # safe for colour-blind eyes
+DASHES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 7.2
 SIDES = COLOURS[1], COLOURS[3]  # of a choice between two
 LETTERS = str.maketrans("01", "AB")
@@ -48,8 +49,9 @@ def curves(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.subplots()
-        for (name, (steps, means, stds)), colour in zip(named.items(), COLOURS, strict=False):
-            axes.plot(steps, means, color=colour, label=name, linewidth=1.6)
+        for index, (name, (steps, means, stds)) in enumerate(named.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=DASHES[index % len(DASHES)])
             low = [max(m - s, 1e-9) for m, s in zip(means, stds, strict=True)]
             axes.fill_between(
                 steps, low, [m + s for m, s in zip(means, stds, strict=True)], color=colour, alpha=0.2, lw=0
@@ -113,24 +115,27 @@ def attention(example: dict) -> str:
         return svg(figure)
 
 
-def attention_maps(named: dict[str, list], rows: list[str]) -> str:
-    """A row of small maps for each name, one a digit: slots downwards, components to the right."""
+def attention_maps(named: dict[str, list], titles: list[str]) -> str:
+    """A row of small maps for each name, one a title: slots downwards, components to the right."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 2.3 * len(named)), layout="constrained")
-        grid = figure.subplots(len(named), len(rows), squeeze=False)
-        for line, (name, maps) in zip(grid, named.items(), strict=True):
-            highest = max(value for map_ in maps for component in map_ for value in component)
-            for axes, map_, row in zip(line, maps, rows, strict=True):
-                slots = len(map_[0])
-                extent = (0.5, len(map_) + 0.5, slots + 0.5, 0.5)
-                image = axes.imshow([*zip(*map_, strict=True)], cmap="viridis", vmin=0, vmax=highest, aspect="auto",
-                                    interpolation="nearest", extent=extent)  # fmt: skip
-                axes.set_title(row, fontsize=9)
-                axes.set_xticks(range(1, len(map_) + 1))
+        for line, (name, maps) in zip(
+            figure.subplots(len(named), len(titles), squeeze=False), named.items(), strict=True
+        ):
+            highest = max(max(map(max, map_)) for map_ in maps)
+            slots, components = len(maps[0][0]), len(maps[0])
+            shades = [
+                axes.imshow([*zip(*map_, strict=True)], cmap="viridis", vmin=0, vmax=highest, aspect="auto",
+                            interpolation="nearest", extent=(0.5, components + 0.5, slots + 0.5, 0.5))
+                for axes, map_ in zip(line, maps, strict=True)
+            ]  # fmt: skip
+            for axes, title in zip(line, titles, strict=True):
+                axes.set_title(title, fontsize=9)
+                axes.set_xticks(range(1, components + 1))
                 axes.set_yticks([1, slots] if axes is line[0] else [])
             line[0].set_ylabel(f"{name}\nslot")
-            line[len(rows) // 2].set_xlabel("component")
-            figure.colorbar(image, ax=[*line], label="attention", pad=0.01)
+            line[len(titles) // 2].set_xlabel("component")
+            figure.colorbar(shades[0], ax=[*line], label="attention", pad=0.01)
         return svg(figure)
 
 
