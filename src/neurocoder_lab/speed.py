@@ -35,8 +35,10 @@ NETWORKS: tuple[Name, ...] = get_args(Name)
 LIGHT: dict[str, dict[str, Any]] = {
     "hypernet": {"layer": nc.peers.HyperLinear},
     "film": {"layer": nc.peers.FiLM},
-    "recommended-no-residual": {"residual": False},
-}
+    "recommended-no-residual": {  # as nc.recode chooses where there is room, less the residual program
+        "slots": 16, "heads": 8, "controller_sees": "read", "rules": nc.Rules(free_keys=nc.functional.BANKS),
+    },
+}  # fmt: skip
 GRU: dict[str, polynomial.Model] = {
     "original": "linear",
     "hypernet": "hypernet",
