@@ -150,9 +150,11 @@ def patterns(named: dict[str, list]) -> str:
                           linestyle=("-", "--")[side])  # fmt: skip
             axes.set_title(name, fontsize=10)
             axes.set_xlabel("slot")
-            axes.set_ylim(bottom=0)
         figure.axes[0].set_ylabel("attention")
-        figure.axes[0].legend(frameon=False, fontsize=9)
+        figure.axes[0].set_ylim(bottom=0)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), frameon=False, fontsize=9, ncols=2, loc="outside upper center"
+        )
         return svg(figure)
 
 
@@ -170,11 +172,12 @@ def tree(leaves: list[list[int]]) -> str:
                     to = at + (side - 0.5) * width / 2
                     left.plot([level, level + 1], [at, to], color=colour, linewidth=1.6, linestyle=("-", "--")[side])
                 left.plot(level, at, "o", color=INK, markersize=4)
-            left.text(level + 0.5, -0.9, f"component {level + 1}", ha="center", fontsize=9)
+            left.text(level + 0.5, -0.5, f"{level + 1}", ha="center", fontsize=9)
         for side, colour in enumerate(SIDES):
             left.plot([], [], color=colour, linestyle=("-", "--")[side], label=f"pattern {'AB'[side]}")
         left.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 0.0))
-        left.set_ylim(len(leaves) - 0.5, -1.2)
+        left.set_title("component", fontsize=9, pad=14)
+        left.set_ylim(len(leaves) - 0.5, -0.5)
         left.set_axis_off()
         totals = [max(sum(column), 1) for column in zip(*leaves, strict=True)]
         shares = [[100 * count / total for count, total in zip(row, totals, strict=True)] for row in leaves]
@@ -184,7 +187,6 @@ def tree(leaves: list[list[int]]) -> str:
                 if share >= 0.5:
                     right.text(which, leaf, f"{share:.0f}", ha="center", va="center", fontsize=8,
                                color="black" if share > 50 else "white")  # fmt: skip
-        right.set_ylim(len(leaves) - 0.5, -1.2)
         right.set_xticks(range(classes))
         right.set_xlabel("digit")
         right.set_yticks(

@@ -63,7 +63,7 @@ def test_smoke_runs_and_their_table(tmp_path):
         curve = {"step": [1, 2], "test": [result["final"]["test"]] * 2}
         runs.append({"config": vars(config), **json.loads(json.dumps(result)), "curve": curve})
     title, header, rows = cifar.tabulate(runs)[0]
-    assert title == "MLP, CIFAR-10, 1 epochs of 128 pictures"
+    assert title == "MLP, CIFAR-10, 2 epochs of 128 pictures"
     assert [row[0] for row in rows] == [cifar.NAMES[model] for model in ("original", "low-rank", "neurocoder")]
     assert cifar.tabulate(runs)[1][2][0][0] == "MoE, 1 of 10"
     assert rows[0][header.index("paper, best of 5")] == "52.06"
@@ -75,7 +75,7 @@ def test_densenet_and_a_hundred_classes(tmp_path):
     full = EXPERIMENT.resolve(config)
     assert (full.depth, full.rate) == (10, 0.1)
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
-    assert final["steps"] == 2
+    assert final["steps"] == 4
     title = cifar.tabulate(Runs([{"config": vars(full), "final": final}]))[0][0]
     assert "DenseNet-10" in title
     assert "no verdict" in title

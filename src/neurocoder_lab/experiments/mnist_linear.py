@@ -38,6 +38,8 @@ NAMES = {
     "neurocoder-reading": "Neurocoder, reading controller",
     "single-30-slots": "single-step, 30 slots",
     "multi-10-slots": "multi-step, 10 slots",
+    "adam": "Adam",
+    "sgd": "SGD",
 }
 
 PROJECTED = 200
@@ -178,7 +180,7 @@ def tabulate(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
                 if mine:
                     rate, size = f"{mine[0]['config']['rate']:g}", f"{mine[0]['final']['parameters']:,}"
                     error = spread(mine.values("test_error"))
-                    rows.append([NAMES[model], str(steps or "-"), optimiser.upper(), rate, size, error])
+                    rows.append([NAMES[model], str(steps or "-"), NAMES[optimiser], rate, size, error])
     tables = [("MNIST test error (Fig 4a; the paper prints a curve: up to 5 points below linear)", header, rows)]
     numbers = ("patterns", "tree_separation", "tree_separation_untrained", "tree_separation_shuffled", "tree_purity")
     seen = [[NAMES[model], *(spread(mine.values(name), 3) for name in numbers)]
@@ -207,7 +209,7 @@ def draw(runs: Runs) -> list[tuple[str, str]]:
             if errors:
                 means = [sum(values) / len(values) for values in errors.values()]
                 line = [*errors], means, [deviation(values) for values in errors.values()]
-                lines[f"{NAMES[model]}, {optimiser.upper()}"] = line if model != "linear" else _level(line)
+                lines[f"{NAMES[model]}, {NAMES[optimiser]}"] = line if model != "linear" else _level(line)
     if any(len(steps) > 2 for steps, *_ in lines.values()):
         title = "Fig 4a: MNIST test error against the number of attention steps, mean ± std over seeds"
         pictures.append((title, figures.curves(lines, "test error, %", log=False, over="attention steps J")))
