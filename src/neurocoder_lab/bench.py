@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import platform
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -59,11 +60,16 @@ def stepper(module: nn.Module, x: Tensor, run: Callable | None = None) -> Callab
 
 
 def interleave(contestants: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each, all taking turns; the first two rounds warm up."""
+    """Median milliseconds of each, all taking turns in an order drawn anew each round; the first two rounds warm up.
+
+    In a fixed order whoever follows a large one finds the cache full of its weights every time.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    order, drawn = [*contestants.items()], random.Random(0)
     gc.disable()
     for turn in range(repeats + 2):
-        for name, step in contestants.items():
+        drawn.shuffle(order)
+        for name, step in order:
             seconds = step()
             if turn >= 2:
                 times[name].append(1e3 * seconds)

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +34,13 @@ class Examples:
     validation: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     fingerprint: str
+
+    def parts(self, measure: Literal["test", "validation"]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """What to train on and what to measure on: what is held out is trained on when the test data are measured."""
+        if measure == "validation":
+            return self.train, self.validation
+        (x, y), (held_x, held_y) = self.train, self.validation
+        return (torch.cat((x, held_x)), torch.cat((y, held_y))), self.test
 
 
 def images(name: str) -> Examples:

@@ -10,8 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 INK = "#123457"  # replaced by the colour of the page's text
-COLOURS = ("#8a8f98", "#3d8bd4", "#1aa39a", "#e0902f", "#d4493d", "#9b5fc0", "#7a9a2e")
+COLOURS = ("#8a8f98", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")  # safe for colour-blind eyes
+DASHES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 7.2
+SIDES = COLOURS[1], COLOURS[3]  # of a choice between two
+LETTERS = str.maketrans("01", "AB")
 
 STYLE = {
     "svg.fonttype": "none",
@@ -46,8 +49,9 @@ def curves(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.subplots()
-        for (name, (steps, means, stds)), colour in zip(named.items(), COLOURS, strict=False):
-            axes.plot(steps, means, color=colour, label=name, linewidth=1.6)
+        for index, (name, (steps, means, stds)) in enumerate(named.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=DASHES[index % len(DASHES)])
             low = [max(m - s, 1e-9) for m, s in zip(means, stds, strict=True)]
             axes.fill_between(
                 steps, low, [m + s for m, s in zip(means, stds, strict=True)], color=colour, alpha=0.2, lw=0
@@ -108,4 +112,85 @@ def attention(example: dict) -> str:
         for axes in (upper, lower):
             for chunk in range(1, example["chunks"]):
                 axes.axvline(chunk * points / example["chunks"], color="#2fbf4f", linestyle="--", linewidth=1)
+        return svg(figure)
+
+
+def attention_maps(named: dict[str, list], titles: list[str]) -> str:
+    """A row of small maps for each name, one a title: slots downwards, components to the right."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.3 * len(named)), layout="constrained")
+        for line, (name, maps) in zip(
+            figure.subplots(len(named), len(titles), squeeze=False), named.items(), strict=True
+        ):
+            highest = max(max(map(max, map_)) for map_ in maps)
+            slots, components = len(maps[0][0]), len(maps[0])
+            shades = [
+                axes.imshow([*zip(*map_, strict=True)], cmap="viridis", vmin=0, vmax=highest, aspect="auto",
+                            interpolation="nearest", extent=(0.5, components + 0.5, slots + 0.5, 0.5))
+                for axes, map_ in zip(line, maps, strict=True)
+            ]  # fmt: skip
+            for axes, title in zip(line, titles, strict=True):
+                axes.set_title(title, fontsize=9)
+                axes.set_xticks(range(1, components + 1))
+                axes.set_yticks([1, slots] if axes is line[0] else [])
+            line[0].set_ylabel(f"{name}\nslot")
+            line[len(titles) // 2].set_xlabel("component")
+            figure.colorbar(shades[0], ax=[*line], label="attention", pad=0.01)
+        return svg(figure)
+
+
+def patterns(named: dict[str, list]) -> str:
+    """The two attention patterns of each component, side by side over the slots."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.2), layout="constrained")
+        for axes, (name, pair) in zip(figure.subplots(1, len(named), sharey=True), named.items(), strict=True):
+            places = range(1, len(pair[0]) + 1)
+            for side, (weights, colour) in enumerate(zip(pair, SIDES, strict=True)):
+                axes.step(places, weights, where="mid", color=colour, label=f"pattern {'AB'[side]}",
+                          linestyle=("-", "--")[side])  # fmt: skip
+            axes.set_title(name, fontsize=10)
+            axes.set_xlabel("slot")
+        figure.axes[0].set_ylabel("attention")
+        figure.axes[0].set_ylim(bottom=0)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), frameon=False, fontsize=9, ncols=2, loc="outside upper center"
+        )
+        return svg(figure)
+
+
+def tree(leaves: list[list[int]]) -> str:
+    """A binary tree from left to right, and of each class the share of its inputs that every leaf gets."""
+    depth, classes = (len(leaves) - 1).bit_length(), len(leaves[0])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.42 * len(leaves) + 0.9), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+        for level in range(depth):
+            width = len(leaves) >> level
+            for node in range(2**level):
+                at = (node + 0.5) * width - 0.5
+                for side, colour in enumerate(SIDES):
+                    to = at + (side - 0.5) * width / 2
+                    left.plot([level, level + 1], [at, to], color=colour, linewidth=1.6, linestyle=("-", "--")[side])
+                left.plot(level, at, "o", color=INK, markersize=4)
+            left.text(level + 0.5, -0.5, f"{level + 1}", ha="center", fontsize=9)
+        for side, colour in enumerate(SIDES):
+            left.plot([], [], color=colour, linestyle=("-", "--")[side], label=f"pattern {'AB'[side]}")
+        left.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+        left.set_title("component", fontsize=9, pad=14)
+        left.set_ylim(len(leaves) - 0.5, -0.5)
+        left.set_axis_off()
+        totals = [max(sum(column), 1) for column in zip(*leaves, strict=True)]
+        shares = [[100 * count / total for count, total in zip(row, totals, strict=True)] for row in leaves]
+        image = right.imshow(shares, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+        for leaf, row in enumerate(shares):
+            for which, share in enumerate(row):
+                if share >= 0.5:
+                    right.text(which, leaf, f"{share:.0f}", ha="center", va="center", fontsize=8,
+                               color="black" if share > 50 else "white")  # fmt: skip
+        right.set_xticks(range(classes))
+        right.set_xlabel("digit")
+        right.set_yticks(
+            range(len(leaves)), [format(leaf, f"0{depth}b").translate(LETTERS) for leaf in range(len(leaves))]
+        )
+        figure.colorbar(image, ax=right, label="share of the digit's images, %")
         return svg(figure)

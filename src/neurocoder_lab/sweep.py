@@ -40,13 +40,19 @@ class Outcome:
 
 
 def grid(experiment: Experiment, axes: dict[str, Any], seeds: int, **settings: Any) -> list[Config]:
-    """Every combination of the axes with every seed; seeds outermost, so that whole tables fill up early."""
-    names, values = [*axes], [*axes.values()]
-    return [
-        experiment.config(seed=seed, **dict(zip(names, chosen, strict=True)), **settings)
-        for seed in range(seeds)
-        for chosen in product(*values)
-    ]
+    """Every combination of the axes with every seed; seeds outermost, so that whole tables fill up early.
+
+    Values that do not go together are left out; it is an error only if none do.
+    """
+    configs, refused = [], None
+    for seed, chosen in product(range(seeds), product(*axes.values())):
+        try:
+            configs.append(experiment.config(seed=seed, **dict(zip(axes, chosen, strict=True)), **settings))
+        except LabError as error:
+            refused = error
+    if refused is not None and not configs:
+        raise refused
+    return configs
 
 
 def sweep(

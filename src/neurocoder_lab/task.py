@@ -155,7 +155,7 @@ class Experiment:
         Settings that are tuned are always in it: what they are by default changes with the tuning.
         """
         plain, full = self.resolve(self._plain(config)), self.resolve(config)
-        parts = [str(getattr(config, name)) for name in self.axes] + [config.budget]
+        parts = [str(getattr(full, name)) for name in self.axes] + [config.budget]
         tuned = {setting for grid in self.grids for setting in grid.settings()} - {*self.axes}
         for name in (item.name for item in fields(full)):
             value = getattr(full, name)

@@ -10,7 +10,7 @@ from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
 
 EXISTING = {*experiments.NAMES, *COUNTED}
-PLANNED = {"speed", "mnist-linear", "cifar", "atari", "algorithms", "penn-treebank", "toy-regression", "modular-cifar"}
+PLANNED = {"atari", "algorithms", "penn-treebank", "toy-regression", "modular-cifar"}
 
 NOT_JUDGED = {"forgetting"}  # ours, and no claim of a paper
 
@@ -52,7 +52,7 @@ def test_counted_results_have_what_their_rules_name():
 def test_a_rule_of_an_experiment_that_is_not_there_gives_not_run(tmp_path):
     """Whatever lies in the folder."""
     waiting = {name: rule for name, rule in rules().items() if rule.experiment not in EXISTING}
-    assert len(waiting) > 25
+    assert len(waiting) > 15
     names = {rule.experiment for rule in waiting.values()}
     runs = [run(group.where, seed, **{group.metric: 1.0}) for rule in waiting.values() for group in rule.groups()
             for seed in range(10)]  # fmt: skip
@@ -87,9 +87,10 @@ def several(where, seeds=5, budget="desk", **numbers):
 
 
 def test_size_and_error_on_mnist():
-    linear = several({"model": "linear"}, test_error=8.0, parameters=7850)
+    linear = several({"model": "linear", "optimiser": "adam"}, test_error=8.0, parameters=7850)
     for error, size, wanted in ((6.5, 7000, "holds"), (6.5, 9000, "contradicted"), (9.0, 7000, "contradicted")):
-        ours = several({"model": "neurocoder"}, test_error=error, parameters=size)
+        place = {"model": "neurocoder", "optimiser": "adam", "attention_steps": 5}
+        ours = several(place, test_error=error, parameters=size)
         assert verdict("nc-mnist-error", *linear, *ours) == wanted
 
 
@@ -97,7 +98,7 @@ def test_error_against_steps_is_a_rank_correlation():
     def by_steps(slope):
         return [
             run(
-                {"model": "neurocoder-by-steps", "attention_steps": steps},
+                {"model": "neurocoder", "optimiser": "adam", "attention_steps": steps},
                 seed,
                 test_error=7 + slope * steps + 0.01 * (seed % 2),
             )

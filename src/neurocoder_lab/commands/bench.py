@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
+
+import tyro
 
 from neurocoder_lab.signals import importing
 
 
 def bench(
+    what: tyro.conf.Positional[Literal["layers", "networks"]] = "layers",
     repeats: int = 31,
     widths: tuple[int, ...] = (512, 1024, 2048, 4096),
     compiled: bool = False,
+    networks: tuple[Literal["mlp", "lenet", "densenet", "polynomial-gru"], ...] = ("mlp", "lenet", "polynomial-gru"),
+    seeds: int = 3,
     out: Path | None = None,
 ) -> None:
-    """Speed and memory of every layer against nn.Linear, as ratios; one thread.
+    """Speed and size against plain layers, or plain networks, as ratios; one thread.
 
     Args:
+        what: layers against nn.Linear, or the networks of the papers.
         repeats: rounds; the figure is the median.
-        widths: of the square program-memory layers.
-        compiled: also torch.compile (takes minutes).
-        out: also write the ratios to this JSON file.
+        widths: layers: of the square program-memory layers.
+        compiled: layers: also torch.compile (takes minutes).
+        networks: networks: which of them; densenet, of 100 layers, takes half an hour.
+        seeds: networks: how often to measure anew.
+        out: also write the ratios to this JSON file; of networks, results/speed.json decides claims.
     """
     with importing():
-        from neurocoder_lab.bench import measure
+        from neurocoder_lab import bench, speed
 
-    measure(repeats, [*widths], compiled, out)
+    if what == "networks":
+        return speed.measure(networks, repeats, seeds, out)
+    bench.measure(repeats, [*widths], compiled, out)

@@ -56,11 +56,9 @@ class StreamConfig(Config):
         prepare: Callable[[Tensor], Tensor],
     ) -> Stream:
         """The tasks, with what to train on and what to measure on."""
-        (x, y), (test_x, test_y) = data.train, data.validation
-        if self.measure == "test":
-            x, y, (test_x, test_y) = torch.cat((x, test_x)), torch.cat((y, test_y)), data.test
+        (x, y), test = data.parts(self.measure)
         try:
-            raw = split((x[: self.examples], y[: self.examples]), (test_x, test_y), classes, scenario)
+            raw = split((x[: self.examples], y[: self.examples]), test, classes, scenario)
         except ValueError as error:
             raise LabError(f"{error}: --examples {self.examples} are too few") from None
         train, test = (tuple((prepare(x), y) for x, y in tasks) for tasks in (raw.train, raw.test))

@@ -30,6 +30,14 @@ CATALOGUE = {
         "Neurocoder, Figs 5 and 6",
         "a GRU predicts sequences whose polynomial changes: seven heads; plain, noisy, twice the polynomials",
     ),
+    "mnist-linear": Entry(
+        "Neurocoder, Fig 4",
+        "digits told apart by one layer: linear, and Neurocoders of equal size with 1 to 10 attention steps",
+    ),
+    "cifar": Entry(
+        "Neurocoder, Table 2 (Table 3 of the later appendix)",
+        "MLP, LeNet and DenseNet on small pictures: plain, low-rank, MoE, NSM, and two Neurocoders",
+    ),
     "split-mnist": Entry(
         "Neurocoder, Tables 3 and 4",
         "five two-way digit tasks one after the other: MLP, NSM, Neurocoder with six methods against forgetting",

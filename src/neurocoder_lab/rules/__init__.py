@@ -7,7 +7,10 @@ from neurocoder_lab.rules.rule import LEVEL, Rule, Verdict
 
 __all__ = ["COUNTED", "LEVEL", "Rule", "Verdict", "rules"]
 
-COUNTED = {"parameters": ("parameters", "paper", "away")}  # results that are no experiment's, and what they measure
+COUNTED = {  # results that are no experiment's, and what they measure
+    "parameters": ("parameters", "paper", "away"),
+    "speed": ("step_ratio", "milliseconds", "parameters"),
+}
 
 
 def rules() -> dict[str, Rule]:

@@ -1,0 +1,132 @@
+"""Speed and size of whole networks: a training step of every variant over the plain network's.
+
+    neurocoder bench networks [--networks mlp lenet] [--repeats 31] [--seeds 3] [--out results/speed.json]
+
+One thread. A step is forward, backward with what the layers want added, and Adam, on a batch as in training. A round
+times a step of every variant, one after the other; a ratio is the median of a variant's times over the median of the
+plain network's in the same rounds. Every seed draws weights and inputs anew. DenseNet has a tenth of the rounds.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal, get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import neurocoder as nc
+from neurocoder_lab import results
+from neurocoder_lab.bench import interleave
+from neurocoder_lab.errors import LabError
+from neurocoder_lab.experiments import cifar, polynomial
+from neurocoder_lab.provenance import source
+
+Name = Literal["mlp", "lenet", "densenet", "polynomial-gru"]
+NETWORKS: tuple[Name, ...] = get_args(Name)
+LIGHT: dict[str, dict[str, Any]] = {
+    "hypernet": {"layer": nc.peers.HyperLinear},
+    "film": {"layer": nc.peers.FiLM},
+    "recommended-no-residual": {  # as nc.recode chooses where there is room, less the residual program
+        "slots": 16, "heads": 8, "controller_sees": "read", "rules": nc.Rules(free_keys=nc.functional.BANKS),
+    },
+}  # fmt: skip
+GRU: dict[str, polynomial.Model] = {
+    "original": "linear",
+    "hypernet": "hypernet",
+    "film": "film",
+    "neurocoder": "neurocoder-multi",
+}
+DEPTH = 100  # of the DenseNet
+
+
+def variants(network: Name) -> Mapping[str, Callable[[], nn.Module]]:
+    """What makes each, the plain network first."""
+    if network == "polynomial-gru":
+        return {name: partial(polynomial.build, model) for name, model in GRU.items()}
+    models = [model for model in cifar.MODELS if network == "lenet" or not model.endswith("all-dense")]
+    made = {model: partial(cifar.build, network, 10, model, depth=DEPTH) for model in models}
+    return made | {name: partial(cifar.recoded, network, 10, DEPTH, **options) for name, options in LIGHT.items()}
+
+
+def batch(network: Name) -> tuple[Tensor, Tensor]:
+    """Inputs and targets like those of its experiment."""
+    if network == "polynomial-gru":
+        return polynomial.sequences(polynomial.BATCH, polynomial.CHUNKS, 0.0)
+    rows = cifar.BATCH[network]
+    return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
+
+
+def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
+    """A function that times one training step."""
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> float:
+        start = time.perf_counter()
+        said = model(x)
+        loss = F.mse_loss(said.squeeze(-1), y) if y.is_floating_point() else F.cross_entropy(said, y)
+        optimiser.zero_grad()
+        (loss + nc.auxiliary(model)).backward()
+        optimiser.step()
+        return time.perf_counter() - start
+
+    return step
+
+
+def compare(network: Name, repeats: int, seed: int) -> dict[str, dict[str, float]]:
+    """The numbers of every variant."""
+    torch.manual_seed(seed)
+    models = {name: make() for name, make in variants(network).items()}
+    x, y = batch(network)
+    times = interleave({name: stepper(model, x, y) for name, model in models.items()}, repeats)
+    return {
+        name: {
+            "step_ratio": times[name] / times["original"],
+            "milliseconds": times[name],
+            "parameters": sum(p.numel() for p in model.parameters()),
+        }
+        for name, model in models.items()
+    }
+
+
+def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | None) -> None:
+    """Print every ratio, and put them beside the results where `out` says: claims are judged by them."""
+    if repeats < 1 or seeds < 1 or not networks:
+        raise LabError(f"repeats and seeds must be at least 1, got --repeats {repeats} --seeds {seeds}")
+    if out is not None and out.suffix != ".json":
+        raise LabError(f"--out takes a JSON file, such as results/speed.json; got {out}")
+    torch.set_num_threads(1)
+    about = source() | {"versions": {"torch": torch.__version__}, "python": platform.python_version(),
+                        "machine": platform.machine(), "threads": 1}  # fmt: skip
+    table = Table("network", "variant", "step, ms", "over the plain network", "parameters")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for network in networks:
+        rounds = max(repeats // 10, 1) if network == "densenet" else repeats
+        measured = [compare(network, rounds, seed) for seed in range(seeds)]
+        for name in measured[0]:
+            ratios, times = ([one[name][metric] for one in measured] for metric in ("step_ratio", "milliseconds"))
+            span = f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            table.add_row(network, name, f"{mean(times):.1f}", span, f"{measured[0][name]['parameters']:,}")
+        if out is not None:
+            runs = [
+                {
+                    "config": {"network": network, "model": name, "seed": seed, "budget": "desk", "repeats": rounds},
+                    "final": numbers,
+                    "curve": {},
+                    "seconds": 0.0,
+                    "environment": about,
+                }
+                for seed, one in enumerate(measured)
+                for name, numbers in one.items()
+            ]
+            results.merge(out.parent, out.stem, runs)
+    Console(width=None if Console().is_terminal else 120).print(table)
