@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def load_checkpoint(
     Broken ones are put aside, which is said, and what a killed process left half written is removed.
     """
     for left in folder.glob(".step-*"):
-        left.unlink()
+        left.unlink(missing_ok=True)  # another process of the run may have done it
     for path in _checkpoints(folder):
         try:
             with safe_open(path, framework="pt") as file:
@@ -118,7 +119,8 @@ def load_checkpoint(
                 raise ValueError("the metrics logged before it are gone")
             return tensors, header
         except (SafetensorError, ValueError, KeyError, OSError) as error:
-            path.rename(path.with_name(f"corrupt-{path.name}"))
+            with suppress(FileNotFoundError):
+                path.rename(path.with_name(f"corrupt-{path.name}"))
             say(f"{path.name} is corrupt ({error}): going back to the one before it, or to the start")
     return None
 

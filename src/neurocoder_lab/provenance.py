@@ -23,7 +23,10 @@ def source() -> dict[str, Any]:
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str | None:
-        told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=here.parent.parent)
+        try:
+            told = subprocess.run(["git", *words], capture_output=True, text=True, cwd=here.parent.parent)
+        except OSError:  # there is no git
+            return None
         return told.stdout.strip() if told.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", str(here)) is None:

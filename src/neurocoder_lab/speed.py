@@ -119,11 +119,11 @@ def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | No
         if out is not None:
             runs = [
                 {
-                    "config": {"network": network, "model": name, "seed": seed, "budget": "desk", "repeats": rounds},
+                    "config": {"network": network, "model": name, "seed": seed, "budget": "desk"},
                     "final": numbers,
                     "curve": {},
                     "seconds": 0.0,
-                    "environment": about,
+                    "environment": about | {"repeats": rounds},
                 }
                 for seed, one in enumerate(measured)
                 for name, numbers in one.items()

@@ -128,6 +128,7 @@ class Experiment:
         axes: what a sweep can cross with the seeds: fields of the config and their values.
         metrics: numbers that a finished run has: what rules and tuning may name.
         grids: settings that `neurocoder tune` chooses on held-out data.
+        tuned: settings that another experiment's grids choose.
         main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
         start: makes the task of a config whose fields are all filled in.
@@ -144,6 +145,7 @@ class Experiment:
     main: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     grids: list[Grid] = field(default_factory=list)
+    tuned: tuple[str, ...] = ()
 
     def resolve(self, config: Config) -> Config:
         """The config with every None filled in."""
@@ -156,7 +158,7 @@ class Experiment:
         """
         plain, full = self.resolve(self._plain(config)), self.resolve(config)
         parts = [str(getattr(full, name)) for name in self.axes] + [config.budget]
-        tuned = {setting for grid in self.grids for setting in grid.settings()} - {*self.axes}
+        tuned = {setting for grid in self.grids for setting in grid.settings()} - {*self.axes} | {*self.tuned}
         for name in (item.name for item in fields(full)):
             value = getattr(full, name)
             if name in tuned or (name != "seed" and value != getattr(plain, name)):

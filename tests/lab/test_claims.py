@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from neurocoder_lab import claims, results
+from neurocoder_lab import claims, papers, results
 from neurocoder_lab.cli import main
 from neurocoder_lab.rules import rules
 
@@ -29,8 +29,8 @@ BETTER = {"neurocoder-single": [0.1, 0.11, 0.1], "neurocoder-multi": [0.1, 0.09,
 
 
 def test_every_claim_has_a_rule_and_every_rule_a_claim():
-    assert [claim["id"] for claim in claims.published()] == [*dict.fromkeys(c["id"] for c in claims.published())]
-    assert {claim["id"] for claim in claims.published()} == rules().keys()
+    assert [claim["id"] for claim in papers.published()] == [*dict.fromkeys(c["id"] for c in papers.published())]
+    assert {claim["id"] for claim in papers.published()} == rules().keys()
     assert len(rules()) == 56
 
 

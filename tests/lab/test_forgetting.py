@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import neurocoder as nc
+from neurocoder_lab.cli import main
 from neurocoder_lab.continual import movement
 from neurocoder_lab.experiments import forgetting
 from neurocoder_lab.experiments.forgetting import EXPERIMENT, Forgetting
@@ -76,10 +77,24 @@ def test_what_is_held_stays(tmp_path, variant):
     hold = forgetting.HOLDS[variant]
     for before, after in pairwise(states):
         moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert (before["heads.1.bias"] != after["heads.1.bias"]).all()  # no part of a memory: nothing holds it
         assert any(map(movement.addresses, moved)) == (hold.later > 0)
         rows = (before["body.0.memory.left"] != after["body.0.memory.left"]).any(1)
         assert not rows.any() if hold.protected else (rows.any() and rows.all() != hold.read)
     assert torch.isfinite(learner.model(learner.stream.test[0][0], 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--variant", "mlp", "--sharpness", "3"], "mlp has no sharpness"),
+        (["--sharpness", "0"], "sharpness must be positive"),
+        (["--method", "adam", "--penalty", "5"], "adam has no penalty"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(words, said, tmp_path, capsys):
+    assert main(["run", "forgetting", "--runs", str(tmp_path), *words]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_resumed_it_remembers_its_copies(tmp_path):

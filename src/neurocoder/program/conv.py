@@ -26,8 +26,8 @@ class Conv2d(ProgramLayer):
     """A convolution whose kernel is composed for each image.
 
     The controller sees the global average of the input channels, with controller_sees="read" that of the left programs'
-    responses, or `control` (B, control_features). A module in
-    `before` is applied to the input first: `recode` keeps there what a replaced layer did, such as padding of its own.
+    responses, or `control` (B, control_features). A module in `before` is applied to the input first: `recode` keeps
+    there what a replaced layer did, such as padding of its own.
 
     Args:
         in_channels ... padding_mode: as in `nn.Conv2d`.

@@ -36,7 +36,7 @@ def layers(model: nn.Module) -> dict[str, nc.Linear]:
 
 @contextmanager
 def as_it_was(model: nn.Module, then: State, parts: tuple[str, ...]) -> Iterator[None]:
-    """Inside, these parts of every program layer, and all else that is no part of one, are as they were then.
+    """Inside, these parts of every program layer are as they were then.
 
     What is in no program layer (the layers of a plain network) goes back with the programs.
     """

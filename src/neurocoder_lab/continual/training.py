@@ -65,14 +65,14 @@ class StreamConfig(Config):
         return replace(raw, train=train, test=test)
 
 
-def check_form(config: Any, recoded: bool) -> None:
+def check_form(config: Any, model: str, recoded: bool) -> None:
     """Raise unless `sharpness` and `orthogonal` of a config fit a model that is re-coded as a Neurocoder, or is not."""
     for name in ("sharpness", "orthogonal"):
         value = getattr(config, name)
         if value is not None and not 0 <= value < inf:
             raise LabError(f"{name} must be a number that is not negative, got {value}")
         if value and not recoded:
-            raise LabError(f"{config.model} has no {name}")
+            raise LabError(f"{model} has no {name}")
     if config.sharpness == 0 and recoded:
         raise LabError("sharpness must be positive, got 0")
 

@@ -108,7 +108,8 @@ class Cifar(ImageConfig):
             raise LabError(f"{self.model} has no experts: --top-k is for {' and '.join(MIXTURES)}")
         if self.top_k is not None and self.model in MIXTURES and not 1 <= self.top_k <= 10:
             raise LabError(f"top_k must be 1 to 10, got {self.top_k}")
-        if self.depth and (self.network != "densenet" or self.depth < 7 or self.depth % 3 != 1):
+        allowed = range(7, 1000, 3) if self.network == "densenet" else (0,)
+        if self.depth is not None and self.depth not in allowed:
             raise LabError(
                 f"depth is of densenet: 4 and a multiple of 3, such as 40; got {self.depth} for {self.network}"
             )

@@ -24,7 +24,8 @@ from neurocoder_lab.continual.digits import BATCH, BENCHMARK, EPOCHS, EXAMPLES, 
 from neurocoder_lab.continual.methods import TITLES, Method
 from neurocoder_lab.continual.movement import MEASURES, SUBSETS, addresses, layers, moved, put_back
 from neurocoder_lab.continual.stream import Stream
-from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, orthogonal
+from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, check_form, orthogonal
+from neurocoder_lab.errors import LabError
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.task import Experiment, Picture, Table
 from neurocoder_lab.tuning import best
@@ -43,7 +44,7 @@ Variant = Literal[
     "residual",
     "defaults",
 ]
-MethodName = Literal["adam", "l2", "si", "ewc", "oewc"]
+MethodName = Literal["adam", "l2", "ewc", "oewc"]  # SI would count the steps that are taken back
 Scenario = Literal["task", "domain"]
 VARIANTS: tuple[Variant, ...] = Variant.__args__
 METHODS: tuple[MethodName, ...] = MethodName.__args__
@@ -111,6 +112,12 @@ class Forgetting(StreamConfig):
     orthogonal: float | None = None
     """Weight of the Neurocoder's orthogonal loss; by default as chosen for Split MNIST; 0 where that is not used."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_form(self, self.variant, recoded=self.variant not in ("mlp", "defaults"))
+        if self.method == "adam" and self.penalty:
+            raise LabError(f"adam has no penalty: --method {' '.join(METHODS[1:])} have")
+
 
 def fill(config: Forgetting) -> dict[str, Any]:
     form = {"sharpness": 1.0, "orthogonal": 10.0}
@@ -154,11 +161,11 @@ class Watched(Learner):
 
     def _share(self, name: str, p: nn.Parameter, task: int) -> Tensor | None:
         """None: all of the way."""
-        layer, _, bank = name.rpartition(".memory.")
+        layer, in_memory, _ = name.partition(".memory.")
         if addresses(name):
             share = self.hold.later if task else self.hold.first
             return p.new_tensor(share) if share < 1 else None
-        if not bank or not (self.hold.protected or self.hold.read):
+        if not in_memory or not (self.hold.protected or self.hold.read):
             return None
         share_P = torch.ones_like(p[:, 0] if p.dim() > 1 else p)
         if self.hold.protected and layer in self.used:
@@ -172,9 +179,9 @@ class Watched(Learner):
     def _finish(self, task: int) -> None:
         super()._finish(task)
         self.copies[task] = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        x, _ = self.stream.train[task]
+        x = self.stream.train[task][0][:1000].to(self.accelerator.device)
         with nc.trace(self.model) as seen:
-            self.stream.logits(self.model, x[:1000], task)
+            self.stream.logits(self.model, x, task)
         for name in layers(self.model):
             for call in seen.calls(name):
                 use_P = torch.stack([*call.use().values()]).flatten(1, -2).mean((0, 1))
@@ -184,8 +191,8 @@ class Watched(Learner):
     def evaluate(self) -> dict[str, float]:
         measured = super().evaluate()
         if layers(self.model):
-            x, _ = self.stream.test[0]
-            first = partial(self.stream.logits, self.model, x[:LOOKED_AT], 0)
+            x = self.stream.test[0][0][:LOOKED_AT].to(self.accelerator.device)
+            first = partial(self.stream.logits, self.model, x, 0)
             by_layer = moved(self.model, self.copies[0], first)
             measured |= {f"moved_{what}": _mean(part[what] for part in by_layer.values()) for what in MEASURES}
         return measured
@@ -199,7 +206,7 @@ class Watched(Learner):
 
     def _accuracy(self, task: int) -> float:
         """On the test data of an earlier task, in percent."""
-        x, y = self.stream.test[task]
+        x, y = (tensor.to(self.accelerator.device) for tensor in self.stream.test[task])
         right = self.stream.logits(self.model, x, task, len(self.stream)).argmax(-1) == y
         return 100 * right.float().mean().item()
 
@@ -215,7 +222,7 @@ class Watched(Learner):
                 task, _, name = rest.partition(".")
                 self.copies.setdefault(int(task), {})[name] = tensor
             elif kind == "used":
-                self.used[rest] = tensor
+                self.used[rest] = tensor.to(next(self.model.parameters()).device)
 
 
 def _mean(values: Any) -> float:
@@ -295,4 +302,5 @@ EXPERIMENT = Experiment(
     figures=draw,
     tables=tabulate,
     main={"method": ("adam", "oewc")},
+    tuned=("sharpness", "orthogonal"),
 )

@@ -183,8 +183,11 @@ def tabulate(runs: Runs) -> list[Table]:
                     rows.append([NAMES[model], str(steps or "-"), NAMES[optimiser], rate, size, error])
     tables = [("MNIST test error (Fig 4a; the paper prints a curve: up to 5 points below linear)", header, rows)]
     numbers = ("patterns", "tree_separation", "tree_separation_untrained", "tree_separation_shuffled", "tree_purity")
-    seen = [[NAMES[model], *(spread(mine.values(name), 3) for name in numbers)]
-            for model in ("single-30-slots", "multi-10-slots") if (mine := runs.where(model=model))]  # fmt: skip
+    seen = [
+        [NAMES[model], *(spread(mine.values(name), 3) for name in numbers)]
+        for model in ("single-30-slots", "multi-10-slots")
+        if (mine := runs.where(model=model, optimiser="adam"))
+    ]
     if seen:
         title = (
             "Attention to the first three components: distinct patterns; how much of what there is to know about the "
@@ -213,7 +216,8 @@ def draw(runs: Runs) -> list[Picture]:
     if any(len(steps) > 2 for steps, *_ in lines.values()):
         title = "Fig 4a: MNIST test error against the number of attention steps, mean ± std over seeds"
         pictures.append((title, figures.curves(lines, "test error, %", log=False, over="attention steps J")))
-    shown = {NAMES[m]: run["final"] for m in ("single-30-slots", "multi-10-slots") for run in runs.where(model=m)[:1]}
+    first = runs.where(optimiser="adam", seed=0)
+    shown = {NAMES[m]: run["final"] for m in ("single-30-slots", "multi-10-slots") for run in first.where(model=m)}
     if shown:
         attention = {name: final["attention"] for name, final in shown.items()}
         title = "Fig 4b: mean attention over M_U to the first three components, for each digit (seed 0)"

@@ -80,7 +80,7 @@ class SplitCifar(StreamConfig):
         super().__post_init__()
         if self.rate is not None and not self.rate > 0:
             raise LabError(f"rate must be positive, got {self.rate}")
-        check_form(self, self.model != "plain")
+        check_form(self, self.model, recoded=self.model != "plain")
         if self.method == "none" and self.penalty:
             raise LabError("without a method there is no penalty to choose a strength for")
 

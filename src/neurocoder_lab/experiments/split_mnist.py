@@ -85,7 +85,7 @@ class SplitMnist(StreamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_form(self, self.model in FORMS)
+        check_form(self, self.model, recoded=self.model in FORMS)
         if self.method not in GRID and (self.penalty or self.strength == "tuned"):
             raise LabError(f"{self.method} has no penalty to tune: --method {' '.join(GRID)} have")
         if self.strength == "tuned" and self.hidden != 256:

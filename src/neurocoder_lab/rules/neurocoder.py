@@ -120,7 +120,7 @@ def _digits() -> dict[str, Rule]:
 
     linear, ours = chosen("linear"), chosen("neurocoder")
     error, of_linear = Group(ours, "test_error", lower=True), Group(linear, "test_error", lower=True)
-    several, single = {"model": "multi-10-slots"}, {"model": "single-30-slots"}
+    several, single = ({"model": model, "optimiser": "adam"} for model in ("multi-10-slots", "single-30-slots"))
     by_steps = Group({"model": "neurocoder", "optimiser": "adam"}, "test_error", lower=True)
     return {
         "nc-mnist-error": Rule(
