@@ -58,6 +58,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="of training (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each layer (default: %(default)s)")
     given = parser.parse_args()
+    if given.seeds < 1 or given.steps < 1:
+        parser.error("--seeds and --steps must be at least 1")
     torch.set_num_threads(1)
     data, test = digits(8000, 0), digits(2000, 1, TEST)
     print(f"{'':<24}{'parameters':>10}{'accuracy, %':>14}{'ms a step':>11}")
@@ -65,7 +67,9 @@ def main() -> None:
         began = time.process_time()
         models = [learned(options, seed, given.steps, data) for seed in range(given.seeds)]
         took = 1000 * (time.process_time() - began) / (given.seeds * given.steps)
-        std, mean = torch.std_mean(torch.tensor([accuracy(model, *test) for model in models]))
+        std, mean = torch.std_mean(
+            torch.tensor([accuracy(model, *test) for model in models]), correction=int(given.seeds > 1)
+        )
         print(f"{name:<24}{size(models[0]):>10,}{mean:>8.1f} ± {std:.1f}{took:>11.1f}", flush=True)
 
 

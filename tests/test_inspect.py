@@ -111,3 +111,17 @@ def test_batches_of_several_arguments():
     assert nc.diagnose(layer, (x, control))[""].inputs == 3
     assert nc.diagnose(layer, [x, control])[""].inputs == 3
     assert nc.diagnose(layer, {"x": x, "control": control})[""].inputs == 3
+
+
+def test_a_diagnosis_says_what_is_wrong():
+    model = nn.Sequential(nc.Linear(4, 3, slots=4))
+    x = torch.randn(5, 4)
+    with pytest.raises(KeyError, match="no conditional layer is called '1'; the nearest names: 0"):
+        nc.diagnose(model, x)["1"]
+    with nc.trace(model) as seen:
+        model(x)
+    with pytest.raises(KeyError, match="no conditional layer is called 0; the nearest names: 0"):
+        seen[0]
+    x[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="what '0' did is not finite: NaN in its inputs or its parameters"):
+        nc.diagnose(model, x)

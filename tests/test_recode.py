@@ -63,6 +63,8 @@ def test_a_bad_option_changes_nothing():
     model = network()
     with pytest.raises(ValueError, match="least_used must be a whole number between"):
         nc.recode(model, "*", slots=4, least_used=5)
+    with pytest.raises(TypeError, match="has no option 'slots'; it has experts, top_k, dispatch, control_features"):
+        nc.recode(model, "*", layer=nc.peers.MixtureOfExperts, slots=3)
     with pytest.raises(TypeError, match="has no option 'slotz'; did you mean slots"):
         nc.recode(model, "*", slotz=4)
     with pytest.raises(TypeError, match="takes bias from the layer"):

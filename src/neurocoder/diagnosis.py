@@ -16,7 +16,7 @@ from neurocoder.functional import similarity
 from neurocoder.program.layer import ProgramLayer
 from neurocoder.records import Attention, Choice, Mixture, Modulation, Record, combined, shares
 from neurocoder.trace import trace
-from neurocoder.walk import call, conditional_layers, evaluating
+from neurocoder.walk import call, conditional_layers, evaluating, unknown_layer
 
 DEAD = 0.1  # a part with less than this share of an even share of the use counts as dead
 _JOINT = 2**16  # compositions of modules that are counted one by one
@@ -94,6 +94,9 @@ class Report(dict[str, Diagnosis]):
     def __init__(self, diagnoses: dict[str, Diagnosis], by: dict[Any, Report] | None = None):
         super().__init__(diagnoses)
         self.by = by or {}
+
+    def __missing__(self, name: str) -> Diagnosis:
+        raise unknown_layer(name, self)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []
@@ -192,6 +195,9 @@ def diagnose(model: nn.Module, batch: Any, by: Tensor | Sequence | None = None) 
 
     def report(choose: Callable[[Record], Record]) -> Report:
         joined = {name: combined([choose(c).rows() for c in own], torch.cat) for name, own in calls.items()}
+        for name, record in joined.items():
+            if not all(value.isfinite().all() for value in vars(record).values() if value is not None):
+                raise ValueError(f"what {name!r} did is not finite: NaN in its inputs or its parameters")
         return Report({name: _diagnose(record, layers[name]) for name, record in joined.items()})
 
     whole = report(lambda record: record)

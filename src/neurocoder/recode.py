@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from neurocoder.conditional import Conditional
+from neurocoder.conditional import SHAPES, Conditional
 from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.linear import Linear
 from neurocoder.sizing import ROOM, choose, count, match
@@ -123,8 +123,10 @@ def _check_options(layer: type[Conditional], options: dict[str, Any]) -> None:
     known = [*inspect.signature(layer).parameters]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1) or [", ".join(known)]
-            raise TypeError(f"{layer.__name__} has no option {name!r}; did you mean {near[0]}?")
+            near = get_close_matches(name, known, n=1)
+            own = [option for option in known if option not in (*SHAPES[layer.replaces], "bias", "device", "dtype")]
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own)}"
+            raise TypeError(f"{layer.__name__} has no option {name!r}; {hint}")
 
 
 def _choose(model: nn.Module, where: Where) -> tuple[dict[str, nn.Module], dict[str, str]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neurocoder.conditional import Conditional
 from neurocoder.records import Record, combined
-from neurocoder.walk import conditional_layers
+from neurocoder.walk import conditional_layers, unknown_layer
 
 
 class Trace(Mapping):
@@ -27,8 +27,7 @@ class Trace(Mapping):
     def calls(self, name: str) -> list:
         """Every call of the layer, in order."""
         if name not in self._calls:
-            near = get_close_matches(name, self._calls, n=3, cutoff=0.0) or ["none"]
-            raise KeyError(f"no conditional layer is called {name!r}; the nearest names: {', '.join(near)}")
+            raise unknown_layer(name, self._calls)
         return self._calls[name]
 
     def __getitem__(self, name: str) -> Any:

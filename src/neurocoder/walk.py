@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -63,3 +64,9 @@ def conditional_layers(model: nn.Module) -> Iterator[tuple[str, Conditional]]:
     for name, module in named_modules(model):
         if isinstance(module, Conditional):
             yield name, module
+
+
+def unknown_layer(name: object, known: Iterable[str]) -> KeyError:
+    """The error for a name that no conditional layer has."""
+    near = get_close_matches(str(name), [*known], n=3, cutoff=0.0) or ["none"]
+    return KeyError(f"no conditional layer is called {name!r}; the nearest names: {', '.join(near)}")
