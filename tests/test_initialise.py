@@ -14,7 +14,10 @@ SHAPES = [(1, 1), (1, 15), (2, 1), (5, 1), (5, 3)]  # steps, heads
 @pytest.mark.parametrize(("steps", "heads"), SHAPES)
 @pytest.mark.parametrize(
     ("width", "sees"),
-    [(8, "input"), (64, "input"), (1000, "input"), (2000, "input"), (8, "read"), (64, "read"), (1000, "read")],
+    [
+        *[(8, "input"), (64, "input"), (8, "read"), (64, "read")],
+        *(pytest.param(*wide, marks=pytest.mark.slow) for wide in [(1000, "input"), (2000, "input"), (1000, "read")]),
+    ],
 )
 def test_a_fresh_layer(width, sees, steps, heads, usage, residual):
     for slots, key_dim in [(30, 5)] if width > 100 else [(2, 2), (5, 16), (30, 5), (100, 2)]:

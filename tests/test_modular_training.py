@@ -168,6 +168,7 @@ def toy(points: int = 300):
     ],
     ids=["em", "reinforce", "noisy top-k"],
 )
+@pytest.mark.slow
 def test_all_three_train_the_same_network(make):
     model, x, y = toy()
     trainer = make(model, gaussian(0.05), len(x))

@@ -1,5 +1,7 @@
 """The sizes of the papers' models: every cell of Table 7 that can be built is counted, and the claim can fail."""
 
+import pytest
+
 from neurocoder_lab import claims, papers, parameters, results
 
 FROM_THE_PAPERS = {  # cells whose widths and settings the papers give
@@ -22,6 +24,7 @@ def sizes(folder):
     return claim
 
 
+@pytest.mark.slow
 def test_every_cell_counts_and_the_claim_can_fail(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(parameters, "source", lambda: {"commit": "abc", "dirty": False})
