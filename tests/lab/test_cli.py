@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_a_package_that_only_one_command_needs_is_named_too(monkeypatch, capsys,
 
 def test_an_interrupt_while_torch_is_imported_is_no_traceback(tmp_path):
     words = [sys.executable, "-m", "neurocoder_lab", "run", "polynomial", "--runs", str(tmp_path)]
-    begun = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background commands ignore it
+    begun = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=listening)
     try:
         while "libtorch" not in Path(f"/proc/{begun.pid}/maps").read_text():
             time.sleep(0.01)
