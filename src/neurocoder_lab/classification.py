@@ -34,10 +34,7 @@ class ImageConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "examples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be at least 1, got {value}")
+        self.check_counts("epochs", "examples")
         if self.rate is not None and not 0 < self.rate < inf:
             raise LabError(f"rate must be a positive number, got {self.rate}")
 

@@ -21,15 +21,15 @@ from torch import nn
 
 import neurocoder as nc
 from neurocoder_lab import networks, results
+from neurocoder_lab.continual import digits
 from neurocoder_lab.errors import guarded
+from neurocoder_lab.experiments import cifar, split_cifar
 from neurocoder_lab.provenance import source
 from neurocoder_lab.rules.neurocoder import TOLERANCE
 from neurocoder_lab.store import make_folder
 
 AUTHORS: dict[str, Any] = {"compat": "authors"}
-CIFAR: dict[str, Any] = {"slots": 30, "steps": 5, "heads": 3, "key_dim": 5, "least_used": 5, "residual": True}
-MOE: dict[str, Any] = {"layer": nc.peers.MixtureOfExperts, "experts": 10}
-NSM: dict[str, Any] = {"layer": nc.peers.StoredProgramMemory, "programs": 10}
+CIFAR, MOE, NSM = (cifar.PEERS[name] for name in ("neurocoder", "moe", "nsm"))
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ def cells() -> list[Cell]:
         Cell("Split MNIST MLP", "NSM", 2.3e6, split, every, NSM | {"programs": 5, "key_dim": 5},
              "5 programs: 5 x 328,706 + queries 6 x 1,539 + keys 75; the authors' 2,295,920 count unused networks"),
         Cell("Split MNIST MLP", "Neurocoder", 348e3, split, every,
-             {"slots": 50, "heads": 10, "key_dim": 5} | AUTHORS, "all layers"),
+             digits.NEUROCODER | AUTHORS, "all layers"),
         Cell("Split CIFAR ResNet", "original", 12.6e6, resnet,
              note="ResNet-18 of 1000 outputs, then 512-256-classes: widths are ours"),
         Cell("Split CIFAR ResNet", "Neurocoder", 12.6e6, resnet, "1.*",
-             {"slots": 100, "heads": 10, "key_dim": 5} | AUTHORS, "the three layers of the head"),
+             split_cifar.LAYERS | AUTHORS, "the three layers of the head"),
     ]  # fmt: skip
 
 

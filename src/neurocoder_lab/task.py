@@ -32,6 +32,13 @@ class Config:
         if self.seed < 0:
             raise LabError(f"seed must not be negative, got {self.seed}")
 
+    def check_counts(self, *names: str) -> None:
+        """Raise unless each of these settings, where it is given, is at least 1."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LabError(f"{name} must be at least 1, got {value}")
+
 
 class Task:
     """One run: what it trains, on what, and what it measures. Randomness comes from torch's own generator alone.

@@ -41,10 +41,7 @@ class StreamConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "examples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be at least 1, got {value}")
+        self.check_counts("epochs", "examples")
         if self.penalty is not None and not 0 <= self.penalty < inf:
             raise LabError(f"penalty must be a number that is not negative, got {self.penalty}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,17 @@ from torch import Tensor, nn
 import neurocoder as nc
 from neurocoder_lab import data, figures
 from neurocoder_lab.continual import make
-from neurocoder_lab.continual.digits import BATCH, BENCHMARK, EPOCHS, EXAMPLES, TASKS, network, prepare
+from neurocoder_lab.continual.digits import (
+    BATCH,
+    BENCHMARK,
+    EPOCHS,
+    EXAMPLES,
+    NEUROCODER,
+    TASKS,
+    chosen_form,
+    network,
+    prepare,
+)
 from neurocoder_lab.continual.methods import TITLES, Method
 from neurocoder_lab.continual.movement import MEASURES, SUBSETS, addresses, layers, moved, put_back
 from neurocoder_lab.continual.stream import Stream
@@ -28,7 +39,6 @@ from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig, ch
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.task import Experiment, Picture, Table
-from neurocoder_lab.tuning import best
 
 Variant = Literal[
     "mlp",
@@ -63,7 +73,6 @@ NAMES = {
     "residual": "Neurocoder with a residual program",
     "defaults": "nc.recode(model, '*'): residual program, reading controller",
 }
-LAYER: dict[str, Any] = {"slots": 50, "heads": 10, "key_dim": 5}  # as in Tables 3 and 4
 FREE = nc.Rules(free_keys=("left", "right", "values"))
 HIDDEN = 256
 LOOKED_AT = 64  # images of the first task, whose programs are formed to see how far they moved
@@ -120,11 +129,9 @@ class Forgetting(StreamConfig):
 
 
 def fill(config: Forgetting) -> dict[str, Any]:
-    form = {"sharpness": 1.0, "orthogonal": 10.0}
+    form = chosen_form(config.scenario)
     if config.variant in ("mlp", "defaults"):
         form = dict.fromkeys(form, 0.0)
-    else:
-        form = {name: best("split-mnist", name, scenario=config.scenario) or value for name, value in form.items()}
     penalty = BENCHMARK[config.scenario].get(config.method, 0.0)
     return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty} | form
 
@@ -135,7 +142,7 @@ def build(variant: Variant, scenario: Scenario, sharpness: float) -> nn.Module:
         nc.recode(model, "*")
     elif variant != "mlp":
         keys = {} if variant in OWN_KEYS else {"rules": FREE}
-        nc.recode(model, "*", **LAYER, **keys, sharpness=sharpness, residual=variant == "residual")
+        nc.recode(model, "*", **NEUROCODER, **keys, sharpness=sharpness, residual=variant == "residual")
     return model
 
 
@@ -194,14 +201,14 @@ class Watched(Learner):
             x = self.stream.test[0][0][:LOOKED_AT].to(self.accelerator.device)
             first = partial(self.stream.logits, self.model, x, 0)
             by_layer = moved(self.model, self.copies[0], first)
-            measured |= {f"moved_{what}": _mean(part[what] for part in by_layer.values()) for what in MEASURES}
+            measured |= {f"moved_{what}": mean(part[what] for part in by_layer.values()) for what in MEASURES}
         return measured
 
     def conclude(self) -> dict[str, Any]:
         ending = super().conclude()
         if layers(self.model):
             worth = [put_back(self.model, then, partial(self._accuracy, task)) for task, then in self.copies.items()]
-            ending["put_back"] = {name: _mean(some[name] for some in worth) for name in worth[0]}
+            ending["put_back"] = {name: mean(some[name] for some in worth) for name in worth[0]}
         return ending
 
     def _accuracy(self, task: int) -> float:
@@ -223,11 +230,6 @@ class Watched(Learner):
                 self.copies.setdefault(int(task), {})[name] = tensor
             elif kind == "used":
                 self.used[rest] = tensor.to(next(self.model.parameters()).device)
-
-
-def _mean(values: Any) -> float:
-    values = [*values]
-    return sum(values) / len(values)
 
 
 def start(config: Forgetting) -> Watched:
@@ -286,7 +288,7 @@ def draw(runs: Runs) -> list[Picture]:
             pictures.append((title, figures.curves(lines, label, log=False, over="tasks learned")))
         worth = {"\n+ ".join(subset) or "nothing": _worth(mine, "neurocoder", subset) for subset in SUBSETS}
         if all(worth.values()):
-            points = [(_mean(values), deviation(values)) for values in worth.values()]
+            points = [(mean(values), deviation(values)) for values in worth.values()]
             title = f"{scenario} scenario, Adam: accuracy on tasks 1 to 4 at the end, with these parts put back"
             pictures.append((title, figures.dots({"Neurocoder": points}, {}, [*worth], "accuracy, %")))
     return pictures

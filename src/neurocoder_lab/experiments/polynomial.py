@@ -86,8 +86,7 @@ class Polynomial(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.iterations is not None and self.iterations < 1:
-            raise LabError(f"iterations must be at least 1, got {self.iterations}")
+        self.check_counts("iterations")
         if self.rate is not None and not self.rate > 0:
             raise LabError(f"rate must be positive, got {self.rate}")
 

@@ -20,7 +20,18 @@ from torch import nn
 import neurocoder as nc
 from neurocoder_lab import data, figures, papers
 from neurocoder_lab.continual import make
-from neurocoder_lab.continual.digits import BATCH, BENCHMARK, EPOCHS, EXAMPLES, TASKS, network, prepare
+from neurocoder_lab.continual.digits import (
+    BATCH,
+    BENCHMARK,
+    EPOCHS,
+    EXAMPLES,
+    NEUROCODER,
+    PAPER,
+    TASKS,
+    chosen_form,
+    network,
+    prepare,
+)
 from neurocoder_lab.continual.methods import TITLES
 from neurocoder_lab.continual.methods import Name as Method
 from neurocoder_lab.continual.stream import SCENARIOS, Scenario
@@ -44,11 +55,9 @@ NAMES = {"mlp": "MLP", "nsm": "NSM", "neurocoder": "Neurocoder", "neurocoder-aut
 
 LAYERS: dict[str, dict[str, Any]] = {
     "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 5, "key_dim": 5},
-    # the paper's least_used = 5 does nothing in a single step
-    "neurocoder": {"slots": 50, "heads": 10, "key_dim": 5},
-    "neurocoder-authors": {"slots": 50, "heads": 10, "key_dim": 5, "compat": "authors"},
+    "neurocoder": NEUROCODER,
+    "neurocoder-authors": NEUROCODER | {"compat": "authors"},
 }
-PAPER = {"sharpness": 1.0, "orthogonal": 10.0}
 AUTHORS = {"sharpness": 1 / 5, "orthogonal": 1.0}  # their code's: 1/K, and a = 1
 # of the orthogonal loss in their code, in the first task and in later ones: a penalty, once there is one, brings it
 # along a second time, and SI has a step of its own that does without the first
@@ -104,8 +113,7 @@ def fill(config: SplitMnist) -> dict[str, Any]:
 def _form(config: SplitMnist) -> dict[str, float]:
     """Sharpness and weight of the orthogonal loss: as chosen on held-out data, the authors', or none."""
     if config.model == "neurocoder":
-        scenario = "domain" if config.scenario == "class" else config.scenario  # both have one head
-        return {name: best("split-mnist", name, scenario=scenario) or value for name, value in PAPER.items()}
+        return chosen_form(config.scenario)
     return AUTHORS if config.model == "neurocoder-authors" else dict.fromkeys(PAPER, 0.0)
 
 
