@@ -55,8 +55,10 @@ def program(layer, control: Tensor) -> tuple[Tensor, dict[str, list[list[Tensor]
     """The working program W_t (in, out) of one control vector, with its attention [n][i] and singular values [n]."""
     memory, rules = layer.memory, layer.rules
     queries, states = compose_queries(layer, control)
+    one = len(queries[0]) == 1  # one choice of slots for the three banks
     attention = {
-        bank: attend(layer, m, bank, [step[m] for step in queries], control, states) for m, bank in enumerate(BANKS)
+        bank: attend(layer, m, bank, [step[0 if one else m] for step in queries], control, states)
+        for m, bank in enumerate(BANKS)
     }
     components = range(layer.steps * layer.heads)
     slots = range(layer.slots)
@@ -87,8 +89,8 @@ def compose_queries(layer, control: Tensor) -> tuple[list, list[Tensor]]:
     controller, steps, heads, size = layer.controller, layer.steps, layer.heads, layer.key_dim
     signal = controller.weight @ control + controller.bias
     if not isinstance(controller, LstmController):
-        by = signal.reshape(3, size, steps, heads)
-        return [[[by[m, :, j, h] for h in range(heads)] for m in range(3)] for j in range(steps)], []
+        by = signal.reshape(-1, size, steps, heads)
+        return [[[by[m, :, j, h] for h in range(heads)] for m in range(len(by))] for j in range(steps)], []
     units = controller.units
     state = cell = torch.zeros(units, dtype=control.dtype)
     if controller.state is not None:
@@ -100,16 +102,20 @@ def compose_queries(layer, control: Tensor) -> tuple[list, list[Tensor]]:
         i, f, o, g = (total[k * units : (k + 1) * units] for k in range(4))
         cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
         state = o.sigmoid() * cell.tanh()
-        said = (state if controller.query is None else controller.query @ state)[: 3 * size * heads]
-        by = said.reshape(3, size, heads)
-        queries.append([[by[m, :, h] for h in range(heads)] for m in range(3)])
+        said = state if controller.query is None else controller.query @ state
+        banks = len(layer.addressing.banks)
+        by = said[: banks * size * heads].reshape(banks, size, heads)
+        queries.append([[by[m, :, h] for h in range(heads)] for m in range(banks)])
         states.append(state)
     return queries, states
 
 
 def key(layer, bank: str, i: int) -> Tensor:
     """Eq. 10."""
-    free = getattr(layer.memory, f"{bank}_keys")
+    free = layer.memory.free_keys("shared" if layer.addressing.one_choice else bank)
+    if free is not None and layer.addressing.product_keys:
+        first, second = free
+        return torch.cat((first[i // len(first)], second[i % len(first)]))
     if free is not None:
         return free[i]
     slot = getattr(layer.memory, bank)[i].reshape(-1)
@@ -126,9 +132,10 @@ def attend(layer, m: int, bank: str, queries: list, control: Tensor, states: lis
         done.append([])
         for h in range(heads):
             q = queries[j][h]
-            cosines = [q @ k / (norm(q) * norm(k)) * layer.sharpness for k in keys]
-            total = sum(c.exp() for c in cosines)
-            content = [c.exp() / total for c in cosines]  # Eq. 11
+            cosines = [cosine(layer, q, k) * layer.sharpness for k in keys]
+            best = sorted(range(slots), key=lambda i: -cosines[i].item())[: layer.addressing.top_k]
+            total = sum(cosines[i].exp() for i in best)
+            content = [c.exp() / total if i in best else 0.0 * c for i, c in enumerate(cosines)]  # Eq. 11
             if not gated:
                 done[j].append(content)
                 continue
@@ -145,6 +152,13 @@ def attend(layer, m: int, bank: str, queries: list, control: Tensor, states: lis
                 weights.append(gate * content[i] + (1 - gate) * least[i])  # Eq. 14
             done[j].append(weights)
     return [done[j][h] for j in range(layer.steps) for h in range(heads)]
+
+
+def cosine(layer, q: Tensor, k: Tensor) -> Tensor:
+    """Of product keys, the mean of those of the halves."""
+    if not layer.addressing.product_keys:
+        return q @ k / (norm(q) * norm(k))
+    return sum(a @ b / (norm(a) * norm(b)) for a, b in zip(q.chunk(2), k.chunk(2), strict=True)) / 2
 
 
 def norm(x: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ def test_a_signature_spells_out_every_option(kind):
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     options = {"slots": None, "heads": 1, "steps": 1, "key_dim": 5, "least_used": 0, "residual": False}
     options |= {"sharpness": None, "controller": None, "controller_sees": "input", "control_features": None}
+    options |= {"top_k": None, "one_choice": False, "addresses": "learned", "product_keys": False, "sparse": False}
     options |= {"memory": None, "compat": None, "rules": None, "device": None, "dtype": None}
     assert {name: defaults[name] for name in [*defaults][-len(options) :]} == options
     assert all(parameters[name].kind is Parameter.KEYWORD_ONLY for name in options)

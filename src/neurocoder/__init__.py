@@ -6,6 +6,7 @@ from neurocoder.checkpoint import load, save
 from neurocoder.conditional import Conditional, register
 from neurocoder.diagnosis import Diagnosis, Report, diagnose
 from neurocoder.functional import Rules
+from neurocoder.parameters import split_parameters
 from neurocoder.program import Conv2d, Linear, ProgramMemory, cached, freeze
 from neurocoder.recode import recode
 from neurocoder.records import Attention, Choice, Mixture, Modulation, Reading, Record
@@ -43,5 +44,6 @@ __all__ = [
     "register",
     "save",
     "sizes",
+    "split_parameters",
     "trace",
 ]

@@ -128,12 +128,14 @@ class ProgramDiagnosis(Diagnosis):
 
     Attributes:
         load: (3, slots), share of the components that attend to the slot most.
+        read: (3, slots), share of the inputs that read the slot at all; less than 1 only with `top_k`.
         imbalance: (3,), coefficient of variation of the usage over slots: 0 is an even use.
         similarity: mean cosine of the left vectors of one program's components; near 1 is program collapse.
         effective_rank: exp of the entropy of a composed program's normalised singular values, averaged.
     """
 
     load: Tensor
+    read: Tensor
     imbalance: Tensor
     similarity: float
     effective_rank: float
@@ -251,6 +253,7 @@ def _programs(record: Attention, layer: ProgramLayer) -> ProgramDiagnosis:
     return ProgramDiagnosis(
         **common | {"entropy": _entropy(share).mean((1, 2))},
         load=nn.functional.one_hot(share.argmax(-1), share.shape[-1]).to(share.dtype).mean((1, 2)),
+        read=(attention > 0).any(2).to(share.dtype).mean(1),
         imbalance=_variation(common["usage"]),
         similarity=similarity(left @ layer.memory.left.to(left.dtype)).item(),
         effective_rank=_effective_rank(layer, left, record.sigma, record.right),
@@ -328,7 +331,8 @@ def _variation(amount: Tensor) -> Tensor:
 
 
 def _effective_rank(layer: ProgramLayer, left_NRP: Tensor, sigma_NR: Tensor, right_NRP: Tensor) -> float:
-    core_NPP = left_NRP.transpose(1, 2) @ (sigma_NR[..., None] * right_NRP)
-    triangles = [torch.linalg.qr(bank.to(core_NPP.dtype).t()).R for bank in (layer.memory.left, layer.memory.right)]
-    values = torch.linalg.svdvals(triangles[0] @ core_NPP @ triangles[1].t())
+    banks = zip((left_NRP, right_NRP), (layer.memory.left, layer.memory.right), strict=True)
+    vectors = (attention @ bank.to(attention.dtype) for attention, bank in banks)
+    left_NXR, right_NXR = (torch.linalg.qr(v.transpose(1, 2)).R for v in vectors)
+    values = torch.linalg.svdvals((left_NXR * sigma_NR[:, None]) @ right_NXR.transpose(1, 2))
     return _entropy(values / values.sum(-1, keepdim=True).clamp_min(1e-30)).exp().mean().item()

@@ -98,7 +98,7 @@ def autocasting(x: Tensor) -> bool:
 
 def sharpen(key_MPK: Tensor, sharpness: float) -> Tensor:
     """Keys of unit length times the sharpness: all that `score` needs of them, and the same for every input."""
-    return key_MPK * key_MPK.square().sum(2, keepdim=True).add(EPSILON).rsqrt().mul(sharpness)
+    return key_MPK * key_MPK.square().sum(-1, keepdim=True).add(EPSILON).rsqrt().mul(sharpness)
 
 
 def score(query_MKRN: Tensor, sharp_MPK: Tensor) -> Tensor:
@@ -107,15 +107,49 @@ def score(query_MKRN: Tensor, sharp_MPK: Tensor) -> Tensor:
     return torch.bmm(sharp_MPK, query_MKRN.flatten(2)).unflatten(2, query_MKRN.shape[2:])
 
 
+def half_scores(query_MKRN: Tensor, sharp_M2QK: Tensor) -> Tensor:
+    """Of product keys, the scores of the Q first and of the Q second halves, (M, 2, Q, R, N): the score of slot
+    i * Q + j is the sum of the i-th and the j-th."""
+    half_XKRN = query_MKRN.unflatten(1, (2, -1)).flatten(0, 1)
+    return score(half_XKRN, sharp_M2QK.flatten(0, 1)).unflatten(0, (-1, 2))
+
+
+def product_score(half_M2QRN: Tensor) -> Tensor:
+    """The scores of all Q * Q slots: (M, P, R, N)."""
+    first, second = half_M2QRN.unbind(1)
+    return (first[:, :, None] + second[:, None]).flatten(1, 2)
+
+
+def best(score_MPRN: Tensor, count: int) -> Tensor:
+    """The slots of the largest scores, (M, count, R, N)."""
+    return score_MPRN.detach().movedim(1, -1).topk(count, sorted=False).indices.movedim(-1, 1)
+
+
+def best_products(half_M2QRN: Tensor, count: int) -> Tensor:
+    """`best(product_score(half), count)` from 2 Q scores: a slot among the best has both halves among the best."""
+    side = half_M2QRN.shape[2]
+    some = min(count, side)
+    halves, places = half_M2QRN.detach().movedim(2, -1).topk(some)
+    sums = (halves[:, 0, ..., :, None] + halves[:, 1, ..., None, :]).flatten(-2)
+    names = (places[:, 0, ..., :, None] * side + places[:, 1, ..., None, :]).flatten(-2)
+    return names.gather(-1, sums.topk(count, sorted=False).indices).movedim(-1, 1)
+
+
+def only(score_MPRN: Tensor, slots_MkRN: Tensor) -> Tensor:
+    """The scores of these slots, and minus infinity elsewhere: a softmax then is one over those alone."""
+    return torch.full_like(score_MPRN, -torch.inf).scatter(1, slots_MkRN, score_MPRN.gather(1, slots_MkRN))
+
+
 def attend(
     score_MPRN: Tensor, gate: Tensor | None, heads: int, least_used: int, rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to the left, right and value memories (Eq. 11 to 14), each (P, R, N).
 
     Without a gate this is the content attention alone. With one, (M, P, 1, N) or (M, P, R, N), each step mixes
-    content attention with attention to the slots that the earlier steps used least.
+    content attention with attention to the slots that the earlier steps used least. One score for all memories, M = 1,
+    is the score of each.
     """
-    content_MPRN = score_MPRN.softmax(1)
+    content_MPRN = score_MPRN.softmax(1).expand(3, -1, -1, -1)
     if gate is None:
         left, right, values = content_MPRN.unbind(0)
         return left, right, values
@@ -150,7 +184,12 @@ def _first_least(like_MPHN: Tensor, least_used: int, rules: Rules) -> Tensor | N
 
 def singular_values(values_P: Tensor, attention_PRN: Tensor, order: str = "descending") -> Tensor:
     """Eq. 8: positive singular values (R, N), strictly decreasing unless `order` says otherwise."""
-    terms_RN = F.softplus((values_P @ attention_PRN.flatten(1)).unflatten(0, attention_PRN.shape[1:]))
+    return add_up((values_P @ attention_PRN.flatten(1)).unflatten(0, attention_PRN.shape[1:]), order)
+
+
+def add_up(attended_RN: Tensor, order: str = "descending") -> Tensor:
+    """The singular values of Eq. 8 from what was attended to."""
+    terms_RN = F.softplus(attended_RN)
     if order == "descending":
         return terms_RN.flip(0).cumsum(0).flip(0)
     sums_RN = terms_RN.cumsum(0)
@@ -216,9 +255,9 @@ def lstm(signal_XN: Tensor, recurrent_XU: Tensor | None, steps: int, start_2UN: 
     return torch.stack(states, 1)
 
 
-def queries(state_UJN: Tensor, key_dim: int, heads: int) -> Tensor:
+def queries(state_UJN: Tensor, key_dim: int, heads: int, banks: int = 3) -> Tensor:
     """The queries (M, K, R, N) that the first rows of a controller's output are."""
-    query_MKHJN = state_UJN[: 3 * key_dim * heads].unflatten(0, (3, key_dim, heads))
+    query_MKHJN = state_UJN[: banks * key_dim * heads].unflatten(0, (banks, key_dim, heads))
     return query_MKHJN.transpose(2, 3).flatten(2, 3)
 
 

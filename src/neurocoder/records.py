@@ -56,6 +56,7 @@ class Attention(Record):
         left, right, values: attention to the three banks, (..., components, slots). Gated attention does not sum to 1.
         sigma: the singular values, (..., components), positive and strictly decreasing (ascending where the rules say).
         residual: multiplier of the residual program, (...); None if the layer has none.
+        chosen: with `top_k`, the slots that each component reads of each bank, (..., 3, components, top_k).
     """
 
     left: Tensor
@@ -63,6 +64,7 @@ class Attention(Record):
     values: Tensor
     sigma: Tensor
     residual: Tensor | None
+    chosen: Tensor | None = None
 
     def use(self) -> dict[str, Tensor]:
         banks = {"left": self.left, "right": self.right, "values": self.values}

@@ -14,12 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder.conditional import Conditional
-from neurocoder.functional import attend, full_precision, program, score, sharpen, singular_values
+from neurocoder.functional import (
+    attend,
+    full_precision,
+    half_scores,
+    only,
+    product_score,
+    program,
+    score,
+    sharpen,
+    singular_values,
+)
+from neurocoder.program import gather
+from neurocoder.program.addressing import addressing
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LstmController, build_controller
 from neurocoder.program.gates import gate_features, residual_scale, state_gate
-from neurocoder.program.kept import Kept
-from neurocoder.program.memory import ProgramMemory
+from neurocoder.program.kept import Kept, watched
+from neurocoder.program.memory import ProgramMemory, SparseMemory
 from neurocoder.program.options import OPTIONS, resolve
 
 
@@ -63,12 +75,13 @@ class Composer(Conditional):
         self.key_dim, self.least_used, self.sharpness = chosen["key_dim"], chosen["least_used"], chosen["sharpness"]
         self.rules, self.controller_kind = chosen["rules"], chosen["controller"]
         self.controller_sees, residual = chosen["controller_sees"], chosen["residual"]
+        self.addressing = addressing(chosen)
         seen = self.slots if self.controller_sees == "read" else own_features
         control_features = self.look_at(chosen["control_features"], seen)
         learned = self.rules.initial_state == "learned"
-        shape_of_queries = (self.steps, self.heads, self.key_dim)
+        shape_of_queries = (control_features, self.steps, self.heads, self.key_dim, len(self.addressing.banks))
         self.controller = build_controller(
-            self.controller_kind, control_features, *shape_of_queries, learned, **factory
+            self.controller_kind, shape_of_queries, learned, self.addressing.fixed, **factory
         )
         self.memory = self._build_memory(prod(shape[1:]), shape[0], chosen["memory"], factory)
         own_gate = residual and self.rules.integration == "linear"
@@ -91,15 +104,16 @@ class Composer(Conditional):
         # Usage is empty in the first step: with one step there is nothing to mix, and so no gate.
         gated = self.steps > 1 and self.least_used > 0
         seen = gate_features(self.rules, self.controller, self.control_features, self.heads) if gated else 0
-        shape = (width, height, self.slots, self.key_dim, seen, self.rules)
+        shape = (width, height, self.slots, self.key_dim, seen, self.rules, self.addressing)
+        kind = SparseMemory if self.addressing.sparse else ProgramMemory
         if given is None:
-            return ProgramMemory(*shape, **factory)
-        given.check_serves(ProgramMemory(*shape, device="meta"), self.controller.weight)
+            return kind(*shape, **factory)
+        given.check_serves(kind(*shape, device="meta"), self.controller.weight)
         return given
 
     def options(self) -> dict[str, Any]:
         own = {"residual": self.residual is not None, "controller": self.controller_kind, "rules": asdict(self.rules)}
-        own |= self.control_option()
+        own |= self.control_option() | self.addressing.options()
         names = [name for name in OPTIONS if name not in ("memory", "compat")]
         return {name: own[name] if name in own else getattr(self, name) for name in names}
 
@@ -111,15 +125,37 @@ class Composer(Conditional):
         query_MKRN, gate, opening_N = self._signals(control_NC.t())
         dtype = query_MKRN.dtype
         with full_precision(control_NC):
-            score_MPRN = score(query_MKRN, self._sharp_keys(dtype))
+            score_MPRN, slots_MkRN = self._scores(query_MKRN)
             left, right, values = attend(score_MPRN, gate, self.heads, self.least_used, self.rules)
             sigma_RN = singular_values(self.memory.values.to(dtype), values, self.rules.order)
             residual_N = residual_scale(opening_N, sigma_RN, self.rules.order)
-            return Composition(left, right, values, sigma_RN, residual_N)
+            return Composition(left, right, values, sigma_RN, residual_N, slots_MkRN)
 
-    def composed(self, core: Tensor) -> Tensor:
+    def _scores(self, query_MKRN: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores of all slots, and the slots that count: those of the others are minus infinity."""
+        how, sharp = self.addressing, self._sharp_keys(query_MKRN.dtype)
+        every = product_score(half_scores(query_MKRN, sharp)) if how.product_keys else score(query_MKRN, sharp)
+        if how.top_k is None:
+            return every, None
+        slots_MkRN = gather.choose(query_MKRN, sharp, how)
+        return only(every, slots_MkRN), slots_MkRN
+
+    def coordinates(self, composition: Composition) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Programs in the coordinates of the memories, (N, P, P), and the memories: of slots that some component reads
+        where it does not read all."""
+        left, right = self.memory.left, self.memory.right
+        if composition.slots_MkRN is not None and not watched():
+            from_, to = ((a != 0).any(2).any(1) for a in (composition.left_PRN, composition.right_PRN))
+            composition = composition._replace(
+                left_PRN=composition.left_PRN[from_], right_PRN=composition.right_PRN[to]
+            )
+            left, right = left[from_], right[to]
+        return composition.core(), (left, right)
+
+    def composed(self, core: Tensor, banks: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """The dense programs (..., I, O) of these coordinates (..., P, P), without what is residual or base."""
-        return program(core, self.memory.left.to(core.dtype), self.memory.right.to(core.dtype)) * self.gain
+        left, right = (self.memory.left, self.memory.right) if banks is None else banks
+        return program(core, left.to(core.dtype), right.to(core.dtype)) * self.gain
 
     def _signals(self, control_CN: Tensor) -> Signals:
         """What is linear in the control, then the queries (Eq. 9) and the gates (Eq. 14, 15)."""
@@ -140,7 +176,8 @@ class Composer(Conditional):
 
     def _sharp_keys(self, dtype: torch.dtype) -> Tensor:
         """Keys as `functional.score` takes them. Call it under full precision."""
-        return self._once("keys", lambda: sharpen(self.memory.keys().to(dtype), self.sharpness))
+        sharpness = self.sharpness / 2 if self.addressing.product_keys else self.sharpness
+        return self._once("keys", lambda: sharpen(self.memory.keys().to(dtype), sharpness))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         """make(), or what it gave before, inside of `nc.cached`."""
@@ -150,7 +187,7 @@ class Composer(Conditional):
         return (
             f"slots={self.slots}, heads={self.heads}, steps={self.steps}, key_dim={self.key_dim}, "
             f"least_used={self.least_used}, residual={self.residual is not None}, bias={self.bias is not None}"
-            f"{', controller_sees=read' if self.controller_sees == 'read' else ''}"
+            f"{', controller_sees=read' if self.controller_sees == 'read' else ''}{self.addressing}"
         )
 
 

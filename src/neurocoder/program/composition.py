@@ -20,6 +20,7 @@ class Composition(NamedTuple):
     values_PRN: Tensor
     sigma_RN: Tensor
     residual_N: Tensor | None
+    slots_MkRN: Tensor | None = None  # that each component reads, where it does not read all
 
     def core(self) -> Tensor:
         """The program in the coordinates of the memories: (N, P, P)."""

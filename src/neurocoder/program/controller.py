@@ -6,6 +6,7 @@ looks at the same input.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from neurocoder.functional import lstm, queries
 class LinearController(nn.Module):
     """Queries of all components as one linear map of the control: no recurrence."""
 
-    def __init__(self, control_features: int, steps: int, heads: int, key_dim: int, device=None, dtype=None):
+    def __init__(
+        self, control_features: int, steps: int, heads: int, key_dim: int, banks: int = 3, device=None, dtype=None
+    ):
         super().__init__()
-        self.shape = (3, key_dim, steps * heads)
-        rows = 3 * key_dim * steps * heads
+        self.shape = (banks, key_dim, steps * heads)
+        rows = prod(self.shape)
         self.weight = nn.Parameter(torch.empty(rows, control_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
 
@@ -32,7 +35,7 @@ class LinearController(nn.Module):
 class LstmController(nn.Module):
     """An LSTM that sees the same input at each of `steps` steps; its output is the queries of that step's heads.
 
-    With `units=None` it has 3 * heads * key_dim + 1 units and its output *is* the queries (the last unit is the
+    With `units=None` it has banks * heads * key_dim + 1 units and its output *is* the queries (the last unit is the
     residual gate, where the rules say so): the shape that gives the published model sizes. With another number of
     units a linear map of the state gives the queries.
 
@@ -50,14 +53,15 @@ class LstmController(nn.Module):
         steps: int,
         heads: int,
         key_dim: int,
+        banks: int = 3,
         units: int | None = None,
         learned_state: bool = False,
         device=None,
         dtype=None,
     ):
         super().__init__()
-        self.steps, self.heads, self.key_dim = steps, heads, key_dim
-        width = 3 * heads * key_dim
+        self.steps, self.heads, self.key_dim, self.banks = steps, heads, key_dim, banks
+        width = banks * heads * key_dim
         self.units = width + 1 if units is None else units
 
         def parameter(*shape: int, when: bool) -> nn.Parameter | None:
@@ -83,16 +87,24 @@ class LstmController(nn.Module):
         said_XJN = state_UJN
         if self.query is not None:
             said_XJN = (self.query.to(dtype) @ state_UJN.flatten(1)).unflatten(1, state_UJN.shape[1:])
-        return queries(said_XJN, self.key_dim, self.heads), state_UJN
+        return queries(said_XJN, self.key_dim, self.heads, self.banks), state_UJN
 
 
 def build_controller(
-    kind: str | int, control_features: int, steps: int, heads: int, key_dim: int, learned_state: bool, **factory: Any
+    kind: str | int, shape: tuple[int, int, int, int, int], learned_state: bool, fixed: bool, **factory: Any
 ) -> LinearController | LstmController:
-    """The controller of that kind: "linear", "lstm", or a number of LSTM units."""
+    """The controller of that kind: "linear", "lstm", or a number of LSTM units. A fixed one has buffers only.
+
+    Args:
+        shape: control features, steps, heads, the length of a key, and banks.
+    """
     if kind == "linear":
-        return LinearController(control_features, steps, heads, key_dim, **factory)
-    if kind == "lstm" or (type(kind) is int and kind > 0):
-        units = None if kind == "lstm" else kind
-        return LstmController(control_features, steps, heads, key_dim, units, learned_state, **factory)
-    raise ValueError(f"controller must be 'linear', 'lstm' or a number of LSTM units, got {kind!r}")
+        controller = LinearController(*shape, **factory)
+    elif kind == "lstm" or (type(kind) is int and kind > 0):
+        controller = LstmController(*shape, None if kind == "lstm" else kind, learned_state, **factory)
+    else:
+        raise ValueError(f"controller must be 'linear', 'lstm' or a number of LSTM units, got {kind!r}")
+    for name, parameter in [*controller.named_parameters()] if fixed else ():
+        delattr(controller, name)
+        controller.register_buffer(name, parameter.detach())
+    return controller

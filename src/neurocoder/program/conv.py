@@ -55,6 +55,8 @@ class Conv2d(ProgramLayer):
         **options: Unpack[Options],
     ):
         check_sizes(in_channels=in_channels, out_channels=out_channels)
+        if options.get("sparse"):
+            raise ValueError("a convolution reads every slot at every position: leave out sparse=True")
         # nn.Conv2d checks its arguments and knows its padding; this one on the meta device holds no memory.
         window = (kernel_size, stride, padding, dilation, groups)
         shape = nn.Conv2d(in_channels, out_channels, *window, False, padding_mode, device="meta")

@@ -25,17 +25,17 @@ def freeze(layer: ProgramLayer, x: Tensor, control: Tensor | None = None) -> nn.
     if getattr(layer, "before", None) is not None:
         raise TypeError("this layer does more than a convolution, see its `before`: no plain layer can hold it")
     composition = layer.composition(x, control)
-    core_NPP, residual_N = composition.core(), composition.residual_N
+    (core_NPP, banks), residual_N = layer.coordinates(composition), composition.residual_N
     if not len(core_NPP):
         raise ValueError("freeze needs at least one input, got an empty batch")
-    mean_OI = layer.dense(core_NPP.mean(0), None if residual_N is None else residual_N.mean()).t()
+    mean_OI = layer.dense(core_NPP.mean(0), None if residual_N is None else residual_N.mean(), banks).t()
     plain = _plain_twin(layer)
     plain.weight.copy_(mean_OI.view_as(plain.weight))
     bias = layer.bias if layer.base is None else layer.base.bias
     if bias is not None:
         plain.bias.copy_(bias)
     if len(core_NPP) > 1:
-        spread = _spread(layer, core_NPP, residual_N) / mean_OI.norm()
+        spread = _spread(layer, core_NPP, banks, residual_N) / mean_OI.norm()
         warnings.warn(
             f"freeze: the mean of {len(core_NPP)} programs; the members lie {spread:.1%} of its norm away from it",
             stacklevel=3,
@@ -64,9 +64,9 @@ def _plain_twin(layer: ProgramLayer) -> nn.Linear | nn.Conv2d:
     return plain.train(layer.training)
 
 
-def _spread(layer: ProgramLayer, core_NPP: Tensor, residual_N: Tensor | None) -> Tensor:
+def _spread(layer: ProgramLayer, core_NPP: Tensor, banks: tuple[Tensor, Tensor], residual_N: Tensor | None) -> Tensor:
     """Root mean square Frobenius distance of programs from their mean, in the coordinates of the memories."""
-    left, right = layer.memory.left.to(core_NPP.dtype), layer.memory.right.to(core_NPP.dtype)
+    left, right = (bank.to(core_NPP.dtype) for bank in banks)
     away_NPP = (core_NPP - core_NPP.mean(0)) * layer.gain
     squared_N = squared_norms(away_NPP, left, right)
     if residual_N is not None:

@@ -33,6 +33,8 @@ _RECURRENT_GAIN = 8.0  # of the candidate's orthogonal recurrence, for one head;
 _SHARED = 0.1  # of the controller's weights, where a program serves every position of an image
 _COMPOSED = 0.28  # the squared norm of what is composed at first, over that of an old weight
 _PROBES = 256
+_MOST = 2**24  # numbers in the attention of all probes to a bank
+_MANY = 4096  # more slots than that start as random directions: to make them orthogonal would take long
 _ALIKE, _DRAWS = 0.85, 8  # components more alike than that, as few slots may have by chance, are drawn again
 
 
@@ -95,11 +97,11 @@ def start_as(layer: Composer, old: nn.Linear | nn.Conv2d) -> None:
     memory.left[:rank].copy_(left.t())
     memory.right[:rank].copy_(right.t())
     composition = layer.compose(layer.gain.new_zeros(1, layer.control_features))
-    core_PP = composition.core()[0]
-    composed_OI = layer.composed(core_PP).t().to(dtype)
+    (core_PP,), banks = layer.coordinates(composition)
+    composed_OI = layer.composed(core_PP, banks).t().to(dtype)
     norm = old_OI.norm().clamp_min(0.1 * sqrt(len(old_OI) / 3))  # that of a fresh weight, lest one of zeros stay dead
     layer.gain.mul_(sqrt(_COMPOSED) * norm / composed_OI.norm())
-    composed_OI = layer.composed(core_PP).t().to(dtype)  # with the gain as it was rounded
+    composed_OI = layer.composed(core_PP, banks).t().to(dtype)  # with the gain as it was rounded
     rest_OI = (old_OI - composed_OI) / composition.residual_N.to(dtype)
     layer.residual.copy_(rest_OI.view_as(layer.residual))
     layer.residual.requires_grad_(old.weight.requires_grad)
@@ -115,7 +117,8 @@ def _probe(layer: Composer) -> Composition:
     generator = torch.Generator(layer.gain.device).manual_seed(0)
     reads = layer.controller_sees == "read"
     width = layer.memory.in_features if reads else layer.control_features
-    control = torch.randn(_PROBES, width, generator=generator, device=layer.gain.device).to(layer.gain.dtype)
+    probes = min(_PROBES, max(_MOST // (layer.slots * layer.heads * layer.steps), 2))
+    control = torch.randn(probes, width, generator=generator, device=layer.gain.device).to(layer.gain.dtype)
     return layer.compose(nn.functional.linear(control, layer.memory.left) if reads else control)
 
 
@@ -129,12 +132,13 @@ def _memory(memory: ProgramMemory) -> None:
     memory.left.copy_(_spread(memory.left.shape, memory.left.device))
     memory.right.copy_(_spread(memory.right.shape, memory.right.device))
     memory.values.copy_(_UNIT_TERM + _SPREAD * torch.randn_like(memory.values))
-    for bank in BANKS:
-        keys = _spread((memory.slots, memory.key_dim), memory.left.device)
-        free = getattr(memory, f"{bank}_keys")
+    for bank in memory.addressing.banks:
+        free = memory.free_keys(bank)
         if free is not None:
-            free.copy_(keys)
+            for half in free if free.dim() == 3 else (free,):
+                half.copy_(_spread(half.shape, half.device))
             continue
+        keys = _spread((memory.slots, memory.key_dim), memory.left.device)
         weight, bias = getattr(memory, f"{bank}_key_weight"), getattr(memory, f"{bank}_key_bias")
         if bank == "values":  # keys on a line beside the origin: the only spread a scalar can have
             line, beside = _spread((2, memory.key_dim), memory.left.device)
@@ -158,15 +162,22 @@ def _gates(memory: ProgramMemory, bias: float) -> None:
 
 def _memory_xavier(memory: ProgramMemory) -> None:
     """A slot's vector, its key columns and its free key as one row of one matrix, as in the authors' code."""
+    own = memory.addressing.banks == BANKS and not memory.addressing.product_keys
     for bank in BANKS:
-        vectors = memory.values[:, None] if bank == "values" else getattr(memory, bank)
-        parts = [vectors, getattr(memory, f"{bank}_columns", None), getattr(memory, f"{bank}_keys")]
+        vectors = memory.column if bank == "values" else getattr(memory, bank)
+        parts = [vectors, getattr(memory, f"{bank}_columns", None), memory.free_keys(bank) if own else None]
         parts = [part for part in parts if part is not None]
         rows = nn.init.xavier_uniform_(vectors.new_empty(memory.slots, sum(part.shape[1] for part in parts)))
         for part, columns in zip(parts, rows.split([part.shape[1] for part in parts], 1), strict=True):
             part.copy_(columns)
-    for bank in BANKS:
-        weight, bias = getattr(memory, f"{bank}_key_weight"), getattr(memory, f"{bank}_key_bias")
+    for bank in memory.addressing.banks:
+        free, weight, bias = (
+            memory.free_keys(bank),
+            *(getattr(memory, f"{bank}_key_{part}") for part in ("weight", "bias")),
+        )
+        if free is not None and not own:
+            for half in free if free.dim() == 3 else (free,):
+                nn.init.xavier_uniform_(half)
         if weight is not None:
             bound = 1 / sqrt(weight.shape[1])
             nn.init.uniform_(weight, -bound, bound)
@@ -215,14 +226,15 @@ def _lstm_authors(controller: LstmController, columns: int) -> None:
 
 def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
     """Random unit rows, orthogonal to each other as far as the shape allows."""
-    rows = nn.init.orthogonal_(torch.empty(shape, device=device, dtype=torch.float32))
+    rows = torch.empty(shape, device=device, dtype=torch.float32)
+    rows = nn.init.orthogonal_(rows) if shape[0] <= _MANY else nn.init.normal_(rows)
     return nn.functional.normalize(rows, dim=-1)
 
 
 def _calibrate(layer: Composer, composition: Composition) -> None:
     """Set `gain`, and the scale of a residual program, to give standard normal input the variance of nn.Linear, 1/3."""
-    core_NPP = composition.core()
-    left, right = (bank.to(core_NPP.dtype) for bank in (layer.memory.left, layer.memory.right))
+    core_NPP, banks = layer.coordinates(composition)
+    left, right = (bank.to(core_NPP.dtype) for bank in banks)
     squared_N = squared_norms(core_NPP, left, right)
     # Where slots outnumber columns, vectors may cancel by chance: that is no reason for a huge gain.
     squared_N = squared_N.clamp_min(0.01 * core_NPP.square().sum((1, 2)))

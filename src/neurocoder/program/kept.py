@@ -50,7 +50,9 @@ class Kept:
 
     def _tensors(self) -> list[Tensor]:
         layer = self.layer
-        parts = (layer._parameters, layer._buffers, layer.memory._parameters, layer.controller._parameters)
+        memory, controller = layer.memory, layer.controller
+        parts = [part for module in (layer, memory, controller) for part in (module._parameters, module._buffers)]
+        parts += [rows._parameters for rows in memory._modules.values()]
         return [tensor for held in parts for tensor in held.values() if tensor is not None]
 
     def forget(self) -> None:

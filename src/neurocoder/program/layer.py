@@ -46,10 +46,12 @@ class ProgramLayer(Composer):
         """The programs of the inputs in factored form."""
         raise NotImplementedError
 
-    def dense(self, core: Tensor, residual: Tensor | None, based: bool = True) -> Tensor:
-        """The dense working programs (..., I, O) of coordinates (..., P, P) and multipliers of the residual program
-        (...), with the base's weight if there is one."""
-        dense = self.composed(core)
+    def dense(
+        self, core: Tensor, residual: Tensor | None, banks: tuple[Tensor, Tensor] | None = None, based: bool = True
+    ) -> Tensor:
+        """The dense working programs (..., I, O) of coordinates (..., P, P) in the memories, or in these `banks`, and
+        multipliers of the residual program (...), with the base's weight if there is one."""
+        dense = self.composed(core, banks)
         if residual is not None:
             dense = dense + residual[..., None, None] * self.residual.flatten(1).t()
         return dense if self.base is None or not based else dense + self.base.weight.flatten(1).t()
@@ -58,8 +60,12 @@ class ProgramLayer(Composer):
         """Record a call with the leading shape of its control."""
         if not self.watched:
             return
-        *attention, sigma_RN, residual_N = composition
+        *attention, sigma_RN, residual_N, slots_MkRN = composition
         left, right, values = (a.permute(2, 1, 0).reshape(*lead, *a.shape[1::-1]) for a in attention)
         sigma = sigma_RN.t().reshape(*lead, len(sigma_RN))
         residual = None if residual_N is None else residual_N.reshape(lead)
-        self.record(Attention(left, right, values, sigma, residual))
+        chosen = None
+        if slots_MkRN is not None:
+            chosen_NMRk = slots_MkRN.expand(3, -1, -1, -1).permute(3, 0, 2, 1)
+            chosen = chosen_NMRk.reshape(*lead, *chosen_NMRk.shape[1:])
+        self.record(Attention(left, right, values, sigma, residual, chosen))

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import full_precision, sharpen
+from neurocoder.functional import add_up, attend, autocasting, full_precision, sharpen, singular_values, transform
+from neurocoder.program import gather
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d
@@ -21,6 +22,8 @@ from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
 from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.options import Options, spelled_out
+
+_GATHERED = 8  # rows are gathered where a memory has so many slots for each that an input reads
 
 
 @register("Linear")
@@ -43,6 +46,16 @@ class Linear(ProgramLayer):
         controller_sees: "input", or "read": then controller and gates look at x M_U^T, which is as wide as the memory
             has slots. It takes fewer parameters and less time where slots are fewer than in_features.
         control_features: width of `control`, where the controller looks at something other than x.
+        top_k: slots that each component reads of each bank, those whose keys fit its query best: its attention is a
+            softmax over them alone. None: all. What it costs to read hardly depends on how many slots there are.
+        one_choice: with `top_k`, slots and weights are chosen once for the three banks instead of once for each.
+        addresses: "learned", or "fixed": queries and keys stay as they are drawn. They are buffers, and no optimiser
+            moves them, so that what a slot is read for does not change.
+        product_keys: with `top_k`, keys in two halves: n first and n second ones name slots = n * n, and the best are
+            found without a score for each. For large memories. `key_dim` must be even.
+        sparse: with `top_k`, gradients of what has one row a slot are sparse, as those of `nn.Embedding(sparse=True)`:
+            they have the rows that were read. `nc.split_parameters` tells them from the others, for
+            `torch.optim.SparseAdam`; there is no orthogonal loss, which would move every row.
         memory: a `ProgramMemory` to share with another layer of the same shape.
         compat: "authors" takes all the choices of the authors' published code.
         rules: those choices one by one.
@@ -70,9 +83,16 @@ class Linear(ProgramLayer):
         super().__init__((out_features, in_features), in_features, bias, options, factory)
         self.in_features, self.out_features = in_features, out_features
         self._setting = fused.Setting(self.heads, self.least_used, self.sharpness)
-        plain = self.memory.gate_weight is None and self.residual is None and not self.controlled
+        every, ungated = self.addressing.top_k is None, self.memory.gate_weight is None
+        plain = every and ungated and self.residual is None and not self.controlled
         linear = isinstance(self.controller, LinearController) and self.rules.order == "descending"
         self._lean = plain and linear  # whether `lean` knows how to do it
+        self._masks = not every  # whether all slots are scored, and some left out
+        self._gathers = not every and ungated and (self.addressing.sparse or self._better_gathered())
+
+    def _better_gathered(self) -> bool:
+        """Whether it takes less time to gather the few rows that are read than to read all."""
+        return self.slots >= _GATHERED * self.addressing.top_k * self.heads * self.steps
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if (
@@ -84,12 +104,15 @@ class Linear(ProgramLayer):
             y = lean.run(x, self._once("all", self._fixed))
             return y if self.base is None else y + self.base(x)
         lead, x_YI, control_NC = self._arrange(x, control)
-        if lead == x.shape[:-1] and self._calls is None:
-            part_YP, residual_Y = self._by_row(x_YI, control_NC)
+        if self._gathers:
+            y, residual_Y = self._by_slot(x_YI, control_NC, lead)
         else:
-            part_YP, residual_Y = self._by_group(x_YI, control_NC, lead)
-        part_YP, right = (part_YP * self.gain).to(x_YI.dtype), self.memory.right
-        y = part_YP @ right if self.bias is None else torch.addmm(self.bias, part_YP, right)
+            if lead == x.shape[:-1] and self._calls is None:
+                part_YP, residual_Y = self._by_row(x_YI, control_NC)
+            else:
+                part_YP, residual_Y = self._by_group(x_YI, control_NC, lead)
+            part_YP, right = (part_YP * self.gain).to(x_YI.dtype), self.memory.right
+            y = part_YP @ right if self.bias is None else torch.addmm(self.bias, part_YP, right)
         if self.residual is not None:
             # Scaled behind the product: before it, an input that needs no gradient would cost that of one.
             y = torch.addcmul(y, F.linear(x_YI, self.residual), residual_Y[:, None].to(y.dtype))
@@ -123,9 +146,14 @@ class Linear(ProgramLayer):
         dtype = query.dtype
         with full_precision(x_YI):
             values_P = self.memory.values.to(dtype)
-            part_PY, sigma_RY = fused.compose_rows(
-                query, self._sharp_keys(dtype), gate, read_PY.to(dtype), values_P, self._setting, self.rules
-            )
+            if self._masks:
+                left, right, values = attend(self._scores(query)[0], gate, self.heads, self.least_used, self.rules)
+                sigma_RY = singular_values(values_P, values, self.rules.order)
+                part_PY = transform(read_PY.to(dtype), left, sigma_RY, right)
+            else:
+                part_PY, sigma_RY = fused.compose_rows(
+                    query, self._sharp_keys(dtype), gate, read_PY.to(dtype), values_P, self._setting, self.rules
+                )
             return part_PY.t(), residual_scale(opening_Y, sigma_RY, self.rules.order)
 
     def _by_group(self, x_YI: Tensor, control_NC: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
@@ -141,6 +169,30 @@ class Linear(ProgramLayer):
         residual_N = composition.residual_N
         return part_YP, None if residual_N is None else residual_N[:, None].expand(read_NXP.shape[:2]).flatten()
 
+    def _by_slot(self, x_YI: Tensor, control_NC: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """The rows of the memory that are read, and no others: the output (Y, O), and the residual's scale."""
+        memory, how = self.memory, self.addressing
+        if control_NC is None:
+            control_NC = F.linear(x_YI, memory.left) if self.controller_sees == "read" else x_YI
+        if self.watched:
+            self._note(self.compose(control_NC), lead)
+        query, _, opening_N = self._signals(control_NC.t())
+        with full_precision(x_YI):
+            reads = gather.attend(query, memory, how, self.sharpness, self._sharp_keys)
+            sigma_RN = add_up(gather.values(memory.column, *reads[2], how.sparse), self.rules.order)
+            residual_N = residual_scale(opening_N, sigma_RN, self.rules.order)
+            (left_YS, w_YS), (right_YS, v_YS) = (
+                tuple(self.spread(gather.by_row(part), x_YI) for part in bank) for bank in reads[:2]
+            )
+            sigma_YR = self.spread(sigma_RN.t(), x_YI)
+            read_YS = gather.read(x_YI.to(query.dtype), memory.left, left_YS, how.sparse) * w_YS
+            part_YR = read_YS.unflatten(1, (sigma_YR.shape[1], -1)).sum(2) * sigma_YR * self.gain
+            part_YS = part_YR.repeat_interleave(how.top_k, 1) * v_YS
+            y = gather.write(part_YS, memory.right, right_YS, how.sparse)
+            y = y if self.bias is None else y + self.bias
+        y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
+        return y, None if residual_N is None else self.spread(residual_N, x_YI)
+
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
         _, x_YI, control_NC = self._arrange(x, control)
@@ -155,7 +207,8 @@ class Linear(ProgramLayer):
         """
         lead = self._arrange(x, control)[0]
         composition = self.composition(x, control)
-        dense = self.dense(composition.core(), composition.residual_N)
+        core, banks = self.coordinates(composition)
+        dense = self.dense(core, composition.residual_N, banks)
         return dense.reshape(*lead, self.in_features, self.out_features)
 
     def _arrange(self, x: Tensor, control: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor | None]:

@@ -1,0 +1,139 @@
+"""Reading a few rows of a bank for each input, by gathering them: what it costs does not depend on how many there are.
+
+Shapes: see `neurocoder.functional`; k slots that a component reads, S = R * k of them for each of Y rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from neurocoder.functional import EPSILON, best, best_products, half_scores, score, sharpen
+from neurocoder.program.addressing import Addressing
+from neurocoder.program.kept import watched
+from neurocoder.program.memory import ProgramMemory
+
+_BLOCK = 2**18  # numbers gathered at a time: what the cache of a CPU holds
+
+
+def read(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
+    """The product of each row of x with its rows of the bank: (Y, S)."""
+    if _plainly() or x_YI.dtype != bank_PI.dtype:
+        return (_rows(bank_PI, slots_YS, sparse) * x_YI[:, None]).sum(-1)
+    return _Read.apply(x_YI, bank_PI, slots_YS, sparse)  # pyright: ignore[reportReturnType]
+
+
+def write(weight_YS: Tensor, bank_PO: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
+    """The sum of the rows of the bank, by their weights: (Y, O)."""
+    if _plainly() or weight_YS.dtype != bank_PO.dtype:
+        return (_rows(bank_PO, slots_YS, sparse) * weight_YS[..., None]).sum(1)
+    return _Write.apply(weight_YS, bank_PO, slots_YS, sparse)  # pyright: ignore[reportReturnType]
+
+
+def by_row(part_kRN: Tensor) -> Tensor:
+    """What belongs to the slots that each row reads, (N, R * k)."""
+    return part_kRN.permute(2, 1, 0).flatten(1)
+
+
+def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Tensor:
+    """The slots that each component reads, (M, k, R, N)."""
+    if how.product_keys:
+        return best_products(half_scores(query_MKRN, sharp), how.top_k)
+    return best(score(query_MKRN, sharp), how.top_k)
+
+
+def attend(
+    query_MKRN: Tensor, memory: ProgramMemory, how: Addressing, sharpness: float, sharp_keys: Callable
+) -> list[tuple[Tensor, Tensor]]:
+    """Of the left, the right and the value memory, the slots that are read and the attention to them, each (k, R, N):
+    a softmax over those alone."""
+    with torch.no_grad():
+        slots_MkRN = choose(query_MKRN, sharp_keys(query_MKRN.dtype), how)
+    reads = []
+    for query_KRN, slots_kRN, bank in zip(query_MKRN, slots_MkRN, how.banks, strict=True):
+        key = memory.bank_keys(bank)
+        if how.product_keys:
+            places = slots_kRN.div(key.shape[1], rounding_mode="floor"), slots_kRN % key.shape[1]
+            halves = zip(query_KRN.chunk(2), key, places, strict=True)
+            first, second = (cosine(query, half[at], sharpness / 2) for query, half, at in halves)
+            score_kRN = first + second
+        else:
+            score_kRN = cosine(query_KRN, _rows(key, slots_kRN, how.sparse), sharpness)
+        reads.append((slots_kRN, score_kRN.softmax(0)))
+    return reads * 3 if how.one_choice else reads
+
+
+def values(column_P1: Tensor, slots_kRN: Tensor, weight_kRN: Tensor, sparse: bool) -> Tensor:
+    """What is attended to of the value memory, (R, N)."""
+    return (_rows(column_P1, slots_kRN, sparse)[..., 0].to(weight_kRN.dtype) * weight_kRN).sum(0)
+
+
+def cosine(query_KRN: Tensor, key_kRNK: Tensor, sharpness: float) -> Tensor:
+    """The sharpened cosines of queries with keys of their own, the inside of Eq. 11: (k, R, N)."""
+    query_RNK = query_KRN.movedim(0, -1)
+    unit_RNK = query_RNK * query_RNK.square().sum(-1, keepdim=True).add(EPSILON).rsqrt()
+    return (sharpen(key_kRNK.to(unit_RNK.dtype), sharpness) * unit_RNK).sum(-1)
+
+
+def _rows(bank_PI: Tensor, slots: Tensor, sparse: bool) -> Tensor:
+    """These rows of the bank, (*slots, I)."""
+    return F.embedding(slots, bank_PI, sparse=sparse and not _plainly())
+
+
+def _plainly() -> bool:
+    """Whether somebody maps, compiles or differentiates forward, and plain operations are to be had."""
+    return torch.compiler.is_compiling() or watched()
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_YI, bank_PI, slots_YS, sparse):
+        ctx.save_for_backward(x_YI, bank_PI, slots_YS)
+        ctx.sparse = sparse
+        return _products(x_YI, bank_PI, slots_YS)
+
+    @staticmethod
+    def backward(ctx, d_YS):
+        x_YI, bank_PI, slots_YS = ctx.saved_tensors
+        d_x = write(d_YS, bank_PI, slots_YS, ctx.sparse) if ctx.needs_input_grad[0] else None
+        d_bank = _outer(d_YS, x_YI, bank_PI, slots_YS, ctx.sparse) if ctx.needs_input_grad[1] else None
+        return d_x, d_bank, None, None
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight_YS, bank_PO, slots_YS, sparse):
+        ctx.save_for_backward(weight_YS, bank_PO, slots_YS)
+        ctx.sparse = sparse
+        return F.embedding_bag(slots_YS, bank_PO, per_sample_weights=weight_YS, mode="sum")
+
+    @staticmethod
+    def backward(ctx, d_YO):
+        weight_YS, bank_PO, slots_YS = ctx.saved_tensors
+        d_weight = read(d_YO, bank_PO, slots_YS, ctx.sparse) if ctx.needs_input_grad[0] else None
+        d_bank = _outer(weight_YS, d_YO, bank_PO, slots_YS, ctx.sparse) if ctx.needs_input_grad[1] else None
+        return d_weight, d_bank, None, None
+
+
+def _products(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor) -> Tensor:
+    """As many rows at a time as the cache holds: gathered rows never go to main memory."""
+    count, each = slots_YS.shape
+    some = max(1, _BLOCK // max(1, each * bank_PI.shape[1]))
+    buffer = bank_PI.new_empty(min(some, count) * each, bank_PI.shape[1])
+    product_YS = torch.empty(slots_YS.shape, dtype=bank_PI.dtype, device=bank_PI.device)
+    for at in range(0, count, some):
+        part = slots_YS[at : at + some]
+        held = torch.index_select(bank_PI, 0, part.flatten(), out=buffer[: part.numel()]).unflatten(0, part.shape)
+        product_YS[at : at + some] = torch.bmm(held, x_YI[at : at + some, :, None])[..., 0]
+    return product_YS
+
+
+def _outer(weight_YS: Tensor, x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
+    """The gradient of the bank: what each row was weighed by, times what it met."""
+    values, at = (weight_YS[..., None] * x_YI[:, None]).flatten(0, 1), slots_YS.flatten()
+    if not sparse:
+        return torch.zeros_like(bank_PI).index_add(0, at, values)
+    return torch.sparse_coo_tensor(at[None], values, bank_PI.shape, check_invariants=False)

@@ -1,0 +1,303 @@
+"""Memories of which each component reads a few slots: by mask, by gathering, and the slow twin."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import neurocoder as nc
+from neurocoder.functional import best, best_products, half_scores, product_score
+from tests import reference
+from tests.strategies import options, shake
+from tests.test_equations import QUIET, gradients, worst
+
+TOLERANCE = 1e-9  # float64, where a sum has a few terms
+
+
+@st.composite
+def reading(draw) -> dict:
+    """Options of a small layer that reads a few of its slots."""
+    chosen = draw(options())
+    products = draw(st.booleans())
+    chosen |= {"slots": draw(st.sampled_from([4, 9, 16]))} if products else {"slots": chosen["slots"] + 2}
+    chosen |= {"key_dim": draw(st.sampled_from([2, 4]))} if products else {"key_dim": chosen["key_dim"] + 1}
+    chosen |= {"least_used": min(chosen["least_used"], chosen["slots"]), "product_keys": products}
+    chosen |= {"top_k": draw(st.integers(1, min(chosen["slots"], 4))), "one_choice": draw(st.booleans())}
+    return chosen | {"addresses": draw(st.sampled_from(["learned", "fixed"]))}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
+@given(options=reading(), seed=st.integers(0, 10**6))
+def test_gathered_masked_and_slow_are_equal(options, seed):
+    torch.manual_seed(seed)
+    layer = shake(nc.Linear(6, 5, **options))
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(3, 5, dtype=torch.float64)
+    ungated = layer.memory.gate_weight is None
+    results = []
+    for gathers in (False, True) if ungated else (False,):
+        layer._gathers = gathers
+        y = layer(x)
+        results.append([y, *gradients(layer, y, x, weights)])
+    slow = reference.linear(layer, x)
+    slow = [slow, *gradients(layer, slow, x, weights)]
+    assert all(worst(result, slow) < TOLERANCE for result in results)
+
+
+@pytest.mark.parametrize("options", [{}, {"one_choice": True}, {"product_keys": True, "key_dim": 4}])
+def test_sparse_gradients_are_the_dense_ones(options):
+    torch.manual_seed(0)
+    options |= {"slots": 49, "heads": 3, "top_k": 2, "dtype": torch.float64, "rules": nc.Rules(free_keys=FREE)}
+    sparse, dense = nc.Linear(6, 5, sparse=True, **options), nc.Linear(6, 5, **options)
+    twin(sparse, dense)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    for layer in (sparse, dense):
+        layer(x).square().sum().backward()
+    rest, rows = nc.split_parameters(sparse)
+    assert {p.grad.layout for p in rows} == {torch.sparse_coo}
+    assert {p.grad.layout for p in rest} == {torch.strided}
+    theirs = dict(dense.named_parameters())
+    for name, parameter in sparse.named_parameters():
+        mine, other = parameter.grad.to_dense(), theirs[plain_name(name)].grad
+        assert torch.allclose(mine.view_as(other), other, rtol=0, atol=1e-12), name
+
+
+FREE = ("left", "right", "values")
+
+
+def plain_name(name: str) -> str:
+    """What a parameter of a sparse memory is called in another one."""
+    return name.replace("_rows.weight", "")
+
+
+def twin(sparse: nn.Module, dense: nn.Module) -> None:
+    """Give both the same parameters."""
+    mine = {plain_name(name): tensor for name, tensor in sparse.state_dict().items()}
+    dense.load_state_dict({name: mine[name].view_as(old) for name, old in dense.state_dict().items()})
+
+
+def test_sgd_gives_the_same_weights_by_sparse_and_dense_gradients():
+    torch.manual_seed(0)
+    options = {"slots": 30, "heads": 2, "top_k": 2, "one_choice": True, "addresses": "fixed"}
+    sparse, dense = nc.Linear(8, 4, sparse=True, **options), nc.Linear(8, 4, **options)
+    twin(sparse, dense)
+    optimisers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in (sparse, dense)]
+    for _ in range(20):
+        x, y = torch.randn(16, 8), torch.randn(16, 4)
+        for layer, optimiser in zip((sparse, dense), optimisers, strict=True):
+            optimiser.zero_grad()
+            (layer(x) - y).square().mean().backward()
+            optimiser.step()
+    theirs = dict(dense.named_parameters())
+    for name, parameter in sparse.named_parameters():
+        other = theirs[plain_name(name)]
+        assert torch.allclose(parameter.view_as(other), other, atol=1e-6), name  # float32, sums in another order
+
+
+def test_rows_that_were_not_read_stay_where_they_are():
+    torch.manual_seed(0)
+    layer = nc.Linear(8, 4, slots=50, heads=2, top_k=1, one_choice=True, addresses="fixed", sparse=True)
+    before = copy.deepcopy(layer)
+    rest, rows = nc.split_parameters(layer)
+    optimisers = [torch.optim.Adam(rest, 0.1), torch.optim.SparseAdam(rows, 0.1)]
+    read = torch.zeros(50, dtype=torch.bool)
+    for _ in range(5):
+        x = torch.randn(3, 8)
+        with nc.trace(layer) as seen:
+            y = layer(x)
+        read[seen[""].chosen.flatten()] = True
+        for optimiser in optimisers:
+            optimiser.zero_grad()
+        y.square().sum().backward()
+        for optimiser in optimisers:
+            optimiser.step()
+    moved = (layer.memory.left != before.memory.left).any(1)
+    assert 0 < read.sum() < 50
+    assert torch.equal(moved, read)
+    assert torch.equal(layer.memory.shared_keys, before.memory.shared_keys)
+    assert torch.equal(layer.controller.weight, before.controller.weight)
+    assert not {"controller.weight", "memory.shared_keys"} & {*dict(layer.named_parameters())}
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_product_keys_find_the_best_of_all(side, count, seed):
+    torch.manual_seed(seed)
+    count = min(count, side * side)
+    half = half_scores(torch.randn(3, 4, 2, 5, dtype=torch.float64), torch.randn(3, 2, side, 2, dtype=torch.float64))
+    whole = product_score(half)
+    fast, slow = best_products(half, count), best(whole, count)
+    assert torch.equal(whole.gather(1, fast).sort(1).values, whole.gather(1, slow).sort(1).values)
+    assert whole.shape == (3, side * side, 2, 5)
+    assert torch.equal(whole[:, side * (side - 1)], half[:, 0, -1] + half[:, 1, 0])
+
+
+def test_one_slot_of_one_choice_is_its_rank_one_product():
+    """Where the cleverness vanishes: each head adds its best slot, by its singular value."""
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=40, heads=3, top_k=1, one_choice=True, sparse=True, dtype=torch.float64)
+    x, memory = torch.randn(2, 6, dtype=torch.float64), layer.memory
+    with nc.trace(layer) as seen:
+        y = layer(x)
+    record = seen[""]
+    assert record.chosen.shape == (2, 3, 3, 1)
+    assert torch.equal(record.chosen[:, 0], record.chosen[:, 2])
+    for row in range(2):
+        slots = record.chosen[row, 0, :, 0]
+        terms = nn.functional.softplus(memory.values[slots])
+        sigma = terms.flip(0).cumsum(0).flip(0)
+        expected = ((memory.left[slots] @ x[row]) * sigma * layer.gain) @ memory.right[slots] + layer.bias
+        assert torch.allclose(y[row], expected, rtol=0, atol=1e-12)
+    assert (record.left > 0).sum() == 6
+    assert torch.equal(record.left.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_a_program_and_a_frozen_layer_hold_what_was_read():
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=400, heads=2, top_k=2, sparse=True, residual=True, dtype=torch.float64)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    y = layer(x)
+    assert torch.allclose(torch.einsum("bi,bio->bo", x, layer.program(x)) + layer.bias, y)
+    assert torch.allclose(nc.freeze(layer, x[0])(x[0]), y[0])
+    with pytest.warns(UserWarning, match="the mean of 4 programs"):
+        nc.freeze(layer, x)
+
+
+def test_one_program_a_sequence():
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=100, heads=2, top_k=2, control_features=3, sparse=True)
+    x, control = torch.randn(2, 4, 6), torch.randn(2, 3)
+    y = layer(x, control)
+    rows = layer(x.flatten(0, 1), control.repeat_interleave(4, 0))
+    assert torch.allclose(y, rows.unflatten(0, (2, 4)), atol=1e-6)
+    assert not torch.allclose(y[0], y[1])
+    assert layer(x[:0], control[:0]).shape == (0, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 30, "sparse": True, "one_choice": True},
+        {"slots": 36, "key_dim": 4, "product_keys": True, "addresses": "fixed"},
+    ],
+)
+def test_a_file_holds_addresses_and_rows(options, tmp_path):
+    def network() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    torch.manual_seed(0)
+    model = network()
+    nc.recode(model, "*", heads=2, top_k=2, **options)
+    nc.save(model, tmp_path / "m.safetensors")
+    other = nc.load(network(), tmp_path / "m.safetensors")
+    x = torch.randn(5, 6)
+    assert torch.equal(model(x), other(x))
+    assert other[0].addressing == model[0].addressing
+    assert {*dict(other.named_buffers())} == {*dict(model.named_buffers())}
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_diagnose_says_which_slots_were_read():
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=60, heads=2, top_k=1, one_choice=True, addresses="fixed")
+    x = torch.randn(8, 6)
+    with nc.trace(layer) as seen:
+        layer(x)
+    told = nc.diagnose(layer, x)[""]
+    read = (told.read[0] > 0).nonzero().flatten().tolist()
+    assert read == sorted({*seen[""].chosen.flatten().tolist()})
+    assert len(read) < 20
+    assert set(told.dead["left"]) == set(range(60)) - set(read)
+
+
+def test_orthogonal_loss_leaves_sparse_memories_alone():
+    sparse = nc.Linear(6, 5, slots=20, heads=2, top_k=1, sparse=True)
+    assert nc.orthogonality(sparse) == 0
+    assert nc.auxiliary(sparse) == 0
+    assert nc.orthogonality(nc.Linear(6, 5, slots=20, heads=2, top_k=1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"top_k": 31}, ValueError, "top_k must be at most slots=30, got 31"),
+        ({"top_k": 0}, ValueError, "top_k must be at least 1"),
+        ({"top_k": 1.5}, TypeError, "top_k must be a whole number"),
+        ({"sparse": True}, ValueError, "sparse=True needs top_k="),
+        ({"one_choice": True}, ValueError, "one_choice=True needs top_k="),
+        ({"top_k": 2, "product_keys": True, "key_dim": 4}, ValueError, "slots=30 is no square; the nearest: 25, 36"),
+        ({"top_k": 2, "product_keys": True, "slots": 36}, ValueError, "key_dim must be even, got 5"),
+        ({"addresses": "random"}, ValueError, "addresses must be 'learned' or 'fixed', got 'random'"),
+        ({"top_k": 2, "sparse": 1}, TypeError, "sparse must be True or False, got 1"),
+        ({"top_k": 2, "sparse": True, "steps": 2, "least_used": 2}, ValueError, "usage looks at every slot"),
+        ({"top_k": 2, "sparse": True, "controller_sees": "read"}, ValueError, "reads every slot"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        nc.Linear(6, 5, **{"slots": 30} | options)
+
+
+def test_an_optimiser_that_cannot_take_sparse_gradients_says_so():
+    layer = nc.Linear(6, 5, slots=30, top_k=2, sparse=True)
+    layer(torch.randn(3, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam instead"):
+        torch.optim.Adam(layer.parameters()).step()
+    with pytest.raises(TypeError, match="split_parameters takes an nn.Module"):
+        nc.split_parameters([layer])
+
+
+def test_convolutions_read_by_mask():
+    torch.manual_seed(0)
+    layer = nc.Conv2d(2, 3, 3, slots=8, heads=2, top_k=2, addresses="fixed", dtype=torch.float64)
+    x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    assert torch.allclose(layer(x), reference.conv2d(layer, x))
+    with pytest.raises(ValueError, match="a convolution reads every slot at every position: leave out sparse=True"):
+        nc.Conv2d(2, 3, 3, slots=8, heads=2, top_k=2, sparse=True)
+
+
+def test_second_derivatives_and_functional_transforms():
+    torch.manual_seed(0)
+    layer = nc.Linear(4, 3, slots=40, heads=2, top_k=2, dtype=torch.float64)
+    assert layer._gathers
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(layer, (x,))
+    parameters = dict(layer.named_parameters())
+
+    def loss(given, row):
+        return torch.func.functional_call(layer, given, (row[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.detach())
+    layer.zero_grad()
+    layer(x.detach()).square().sum().backward()
+    for name, parameter in parameters.items():
+        assert torch.allclose(each[name].sum(0), parameter.grad), name
+
+
+def test_a_large_memory_starts_quickly_and_as_loud_as_a_linear_layer():
+    torch.manual_seed(0)
+    layer = nc.Linear(
+        64, 64, slots=10_000, heads=4, key_dim=8, top_k=2, one_choice=True, product_keys=True, sparse=True
+    )
+    with torch.no_grad():
+        variance = layer(torch.randn(512, 64)).var()
+    assert 0.2 < variance < 0.5  # a fresh nn.Linear: 1/3
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, None])
+def test_half_precision(kind):
+    torch.manual_seed(0)
+    layer = nc.Linear(8, 4, slots=60, heads=2, top_k=2, sparse=True, dtype=kind)
+    x = torch.randn(3, 8, dtype=kind)
+    if kind is None:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+    else:
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert layer.memory.left.grad.is_sparse
+    assert layer.memory.left.grad.dtype == layer.memory.left.dtype
