@@ -107,3 +107,51 @@ def test_routed_layers_and_em_on_two_processes(tmp_path):
     for name, parameter in model.named_parameters():
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(first[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+def sparse() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nc.Linear(6, 8, slots=40, heads=2, top_k=2, sparse=True),
+        nn.ReLU(),
+        nc.Linear(8, 3, slots=36, key_dim=4, heads=2, top_k=1, one_choice=True, product_keys=True, sparse=True),
+    ).double()
+
+
+def sparse_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator).double(), torch.randint(3, (8,), generator=generator)
+
+
+def sparse_steps(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    rest, rows = nc.split_parameters(model)
+    optimisers = [torch.optim.Adam(rest, 0.01), torch.optim.SparseAdam(rows, 0.01)]
+    for _ in range(3):
+        for optimiser in optimisers:
+            optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for optimiser in optimisers:
+            optimiser.step()
+
+
+def sparse_worker(rank: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = sparse()
+    model.load_state_dict(load_file(f"{folder}/start.safetensors"))
+    x, y = (tensor[4 * rank : 4 * rank + 4] for tensor in sparse_data())
+    sparse_steps(DistributedDataParallel(model), x, y)
+    assert model[0].memory.left.grad.is_sparse
+    save_file(model.state_dict(), f"{folder}/{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+def test_sparse_gradients_on_two_processes_are_those_of_one(tmp_path):
+    model = sparse()
+    save_file(model.state_dict(), tmp_path / "start.safetensors")
+    mp.spawn(sparse_worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    sparse_steps(model, *sparse_data())
+    for rank in range(2):
+        weights = load_file(tmp_path / f"{rank}.safetensors")
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)

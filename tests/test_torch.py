@@ -16,6 +16,7 @@ SETTINGS = {
     "residual": {"steps": 3, "heads": 2, "least_used": 2, "residual": True},
     "reading": {"steps": 3, "heads": 2, "least_used": 2, "residual": True, "controller_sees": "read"},
     "authors": {"steps": 3, "heads": 2, "least_used": 2, "residual": True, "compat": "authors"},
+    "few slots": {"heads": 3, "top_k": 2},
 }
 
 

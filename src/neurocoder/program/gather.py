@@ -96,7 +96,8 @@ class _Read(torch.autograd.Function):
         return _products(x_YI, bank_PI, slots_YS)
 
     @staticmethod
-    def backward(ctx, d_YS):
+    def backward(ctx, *d_outputs):
+        (d_YS,) = d_outputs
         x_YI, bank_PI, slots_YS = ctx.saved_tensors
         d_x = write(d_YS, bank_PI, slots_YS, ctx.sparse) if ctx.needs_input_grad[0] else None
         d_bank = _outer(d_YS, x_YI, bank_PI, slots_YS, ctx.sparse) if ctx.needs_input_grad[1] else None
@@ -111,7 +112,8 @@ class _Write(torch.autograd.Function):
         return F.embedding_bag(slots_YS, bank_PO, per_sample_weights=weight_YS, mode="sum")
 
     @staticmethod
-    def backward(ctx, d_YO):
+    def backward(ctx, *d_outputs):
+        (d_YO,) = d_outputs
         weight_YS, bank_PO, slots_YS = ctx.saved_tensors
         d_weight = read(d_YO, bank_PO, slots_YS, ctx.sparse) if ctx.needs_input_grad[0] else None
         d_bank = _outer(weight_YS, d_YO, bank_PO, slots_YS, ctx.sparse) if ctx.needs_input_grad[1] else None

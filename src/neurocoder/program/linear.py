@@ -83,16 +83,14 @@ class Linear(ProgramLayer):
         super().__init__((out_features, in_features), in_features, bias, options, factory)
         self.in_features, self.out_features = in_features, out_features
         self._setting = fused.Setting(self.heads, self.least_used, self.sharpness)
-        every, ungated = self.addressing.top_k is None, self.memory.gate_weight is None
+        some, ungated = self.addressing.top_k, self.memory.gate_weight is None
+        every = some is None
         plain = every and ungated and self.residual is None and not self.controlled
         linear = isinstance(self.controller, LinearController) and self.rules.order == "descending"
         self._lean = plain and linear  # whether `lean` knows how to do it
         self._masks = not every  # whether all slots are scored, and some left out
-        self._gathers = not every and ungated and (self.addressing.sparse or self._better_gathered())
-
-    def _better_gathered(self) -> bool:
-        """Whether it takes less time to gather the few rows that are read than to read all."""
-        return self.slots >= _GATHERED * self.addressing.top_k * self.heads * self.steps
+        few = not every and self.slots >= _GATHERED * some * self.heads * self.steps
+        self._gathers = ungated and (few or self.addressing.sparse)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if (

@@ -182,7 +182,7 @@ class SparseMemory(ProgramMemory):
 
     def free_keys(self, bank: str) -> Tensor | None:
         held = self._modules.get(f"{bank}_keys_rows")
-        return super().free_keys(bank) if held is None else held.weight
+        return held.weight if isinstance(held, nn.Embedding) else super().free_keys(bank)
 
 
 def _rows(weight: nn.Parameter) -> nn.Embedding:
