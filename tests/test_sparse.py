@@ -11,6 +11,7 @@ from torch import nn
 
 import neurocoder as nc
 from neurocoder.functional import best, best_products, half_scores, product_score
+from neurocoder.program import gather
 from tests import reference
 from tests.strategies import options, shake
 from tests.test_equations import QUIET, gradients, worst
@@ -322,3 +323,13 @@ def test_gathering_compiles_and_exports(options):
     exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     rows = torch.randn(7, 6, dtype=torch.float64)
     assert torch.allclose(exported.module()(rows), layer(rows))
+
+
+@pytest.mark.parametrize("slots", [512, 640, 1000, 3000])
+def test_the_search_by_blocks_finds_the_best(slots):
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=slots, heads=3, top_k=4, sparse=True, dtype=torch.float64)
+    query = torch.randn(3, 5, 3, 40, dtype=torch.float64)
+    found = gather.choose(query, layer.memory.keys(), layer.addressing)
+    wanted = torch.einsum("mpk,mkrn->mprn", layer.memory.keys(), query).topk(4, 1).indices
+    assert torch.equal(found.sort(1).values, wanted.sort(1).values)

@@ -235,6 +235,11 @@ def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -
         figures = part()
         rows |= figures
         print(table(figures), flush=True)
+    publish(rows, repeats, out)
+
+
+def publish(rows: dict[str, dict[str, float]], repeats: int, out: Path | None) -> None:
+    """Write the ratios, and what made them, where `out` says."""
     if out is not None:
         about = source() | {"torch": torch.__version__, "python": platform.python_version(), "threads": 1,
                             "machine": platform.machine(), "batch": BATCH, "repeats": repeats}  # fmt: skip

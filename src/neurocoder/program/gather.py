@@ -16,7 +16,10 @@ from neurocoder.program.addressing import Addressing
 from neurocoder.program.kept import watched
 from neurocoder.program.memory import ProgramMemory
 
-_BLOCK = 2**18  # numbers gathered at a time: what the cache of a CPU holds
+_BLOCK = 2**17  # numbers gathered at a time: what the cache of a CPU holds
+_SIDE = 64  # slots in a block, of which the search looks at the best first
+_FEWEST = 8  # blocks: fewer are not worth a search
+_SCANNED = 1024  # slots that it scores at a time
 
 
 def read(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
@@ -38,11 +41,35 @@ def by_row(part_kRN: Tensor) -> Tensor:
     return part_kRN.permute(2, 1, 0).flatten(1)
 
 
+@torch.no_grad()
 def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Tensor:
     """The slots that each component reads, (M, k, R, N)."""
     if how.product_keys:
         return best_products(half_scores(query_MKRN, sharp), how.top_k)
-    return best(score(query_MKRN, sharp), how.top_k)
+    blocks = sharp.shape[1] // _SIDE
+    if _plainly() or blocks < max(how.top_k, _FEWEST):
+        return best(score(query_MKRN, sharp), how.top_k)
+    found = [_search(query.flatten(1), keys, how.top_k) for query, keys in zip(query_MKRN, sharp, strict=True)]
+    return torch.stack(found).unflatten(2, query_MKRN.shape[2:])
+
+
+def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> Tensor:
+    """The slots of the largest products, (count, X): they lie in the blocks of the largest maxima, and only of those is
+    each slot looked at. The scores of all slots are never held at once."""
+    query_XK, (slots, size) = query_KX.t().contiguous(), sharp_PK.shape
+    rest = -slots % _SIDE
+    if rest:  # what fills the last block is never chosen
+        sharp_PK = F.pad(F.pad(sharp_PK, (0, 1)), (0, 0, 0, rest))
+        sharp_PK[slots:, size] = torch.finfo(sharp_PK.dtype).min / 2
+        query_XK = F.pad(query_XK, (0, 1), value=1.0)
+    best_BX = sharp_PK.new_empty(len(sharp_PK) // _SIDE, len(query_XK))
+    for at in range(0, len(sharp_PK), _SCANNED):
+        score_PX = sharp_PK[at : at + _SCANNED] @ query_XK.t()
+        torch.amax(score_PX.unflatten(0, (-1, _SIDE)), 1, out=best_BX[at // _SIDE : (at + _SCANNED) // _SIDE])
+    block_Xk = best_BX.t().contiguous().topk(count, sorted=False).indices
+    keys_XCK = sharp_PK.view(-1, _SIDE * sharp_PK.shape[1])[block_Xk].view(len(query_XK), -1, sharp_PK.shape[1])
+    place_Xk = torch.einsum("xck,xk->xc", keys_XCK, query_XK).topk(count, sorted=False).indices
+    return (block_Xk.gather(1, place_Xk // _SIDE) * _SIDE + place_Xk % _SIDE).t()
 
 
 def attend(
@@ -50,8 +77,9 @@ def attend(
 ) -> list[tuple[Tensor, Tensor]]:
     """Of the left, the right and the value memory, the slots that are read and the attention to them, each (k, R, N):
     a softmax over those alone."""
-    with torch.no_grad():
-        slots_MkRN = choose(query_MKRN, sharp_keys(query_MKRN.dtype), how)
+    with torch.no_grad():  # the keys of slots that are not read need no gradient
+        sharp = sharp_keys(query_MKRN.dtype)
+    slots_MkRN = choose(query_MKRN, sharp, how)
     reads = []
     for query_KRN, slots_kRN, bank in zip(query_MKRN, slots_MkRN, how.banks, strict=True):
         key = memory.bank_keys(bank)
@@ -129,13 +157,20 @@ def _products(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor) -> Tensor:
     for at in range(0, count, some):
         part = slots_YS[at : at + some]
         held = torch.index_select(bank_PI, 0, part.flatten(), out=buffer[: part.numel()]).unflatten(0, part.shape)
-        product_YS[at : at + some] = torch.bmm(held, x_YI[at : at + some, :, None])[..., 0]
+        torch.sum(held.mul_(x_YI[at : at + some, None]), -1, out=product_YS[at : at + some])
     return product_YS
 
 
 def _outer(weight_YS: Tensor, x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
-    """The gradient of the bank: what each row was weighed by, times what it met."""
-    values, at = (weight_YS[..., None] * x_YI[:, None]).flatten(0, 1), slots_YS.flatten()
+    """The gradient of the bank: what each row was weighed by, times what it met, added up over those that read it."""
+    if torch.is_grad_enabled():  # somebody wants derivatives of it
+        values = (weight_YS[..., None] * x_YI[:, None]).flatten(0, 1)
+        return torch.zeros_like(bank_PI).index_add(0, slots_YS.flatten(), values)
+    at, order = slots_YS.flatten().sort()
+    rows, counts = torch.unique_consecutive(at, return_counts=True)
+    weights = weight_YS.flatten()[order]
+    starts, readers = counts.cumsum(0) - counts, order // max(1, slots_YS.shape[1])
+    values = F.embedding_bag(readers, x_YI, starts, per_sample_weights=weights, mode="sum")
     if not sparse:
-        return torch.zeros_like(bank_PI).index_add(0, at, values)
-    return torch.sparse_coo_tensor(at[None], values, bank_PI.shape, check_invariants=False)
+        return torch.zeros_like(bank_PI).index_copy_(0, rows, values)
+    return torch.sparse_coo_tensor(rows[None], values, bank_PI.shape, check_invariants=False, is_coalesced=True)

@@ -128,6 +128,19 @@ def _alike(composition: Composition, memory: ProgramMemory) -> bool:
     return left_NRI.shape[1] > 1 and similarity(left_NRI).item() >= _ALIKE
 
 
+def _component_norms(composition: Composition, memory: ProgramMemory) -> tuple[Tensor, Tensor]:
+    """The squared norms of programs by their components, and what they would be if all slots were orthonormal."""
+    attention = composition.left_PRN.permute(2, 1, 0), composition.right_PRN.permute(2, 1, 0)
+    sigma_NR = composition.sigma_RN.t()
+    products_NRR = sigma_NR[:, :, None] * sigma_NR[:, None]
+    apart_NRR = products_NRR
+    for weight_NRP, bank in zip(attention, (memory.left, memory.right), strict=True):
+        vectors_NRI = weight_NRP @ bank.to(weight_NRP.dtype)
+        products_NRR = products_NRR * (vectors_NRI @ vectors_NRI.transpose(1, 2))
+        apart_NRR = apart_NRR * (weight_NRP @ weight_NRP.transpose(1, 2))
+    return products_NRR.sum((1, 2)), apart_NRR.sum((1, 2))
+
+
 def _memory(memory: ProgramMemory) -> None:
     memory.left.copy_(_spread(memory.left.shape, memory.left.device))
     memory.right.copy_(_spread(memory.right.shape, memory.right.device))
@@ -233,11 +246,15 @@ def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
 
 def _calibrate(layer: Composer, composition: Composition) -> None:
     """Set `gain`, and the scale of a residual program, to give standard normal input the variance of nn.Linear, 1/3."""
-    core_NPP, banks = layer.coordinates(composition)
-    left, right = (bank.to(core_NPP.dtype) for bank in banks)
-    squared_N = squared_norms(core_NPP, left, right)
+    memory = layer.memory
+    if composition.slots_MkRN is None:
+        core_NPP = composition.core()
+        squared_N = squared_norms(core_NPP, *(bank.to(core_NPP.dtype) for bank in (memory.left, memory.right)))
+        least_N = core_NPP.square().sum((1, 2))
+    else:
+        squared_N, least_N = _component_norms(composition, memory)
     # Where slots outnumber columns, vectors may cancel by chance: that is no reason for a huge gain.
-    squared_N = squared_N.clamp_min(0.01 * core_NPP.square().sum((1, 2)))
+    squared_N = squared_N.clamp_min(0.01 * least_N)
     wanted = layer.memory.out_features / 3
     if layer.residual is not None and composition.residual_N is not None:
         share = (1 - _COMPOSED_BESIDE_RESIDUAL) / composition.residual_N.square().mean()

@@ -11,28 +11,33 @@ from neurocoder_lab.signals import importing
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["layers", "networks"]] = "layers",
+    what: tyro.conf.Positional[Literal["layers", "networks", "slots"]] = "layers",
     repeats: int = 31,
     widths: tuple[int, ...] = (512, 1024, 2048, 4096),
     compiled: bool = False,
     networks: tuple[Literal["mlp", "lenet", "densenet", "polynomial-gru"], ...] = ("mlp", "lenet", "polynomial-gru"),
     seeds: int = 3,
+    slots: tuple[int, ...] = (30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000),
     out: Path | None = None,
 ) -> None:
-    """Speed and size against plain layers, or plain networks, as ratios; one thread.
+    """Speed and size against plain layers, or plain networks, as ratios, and by the number of slots; one thread.
 
     Args:
-        what: layers against nn.Linear, or the networks of the papers.
+        what: layers against nn.Linear, the networks of the papers, or large memories that are read in part.
         repeats: rounds; the figure is the median.
         widths: layers: of the square program-memory layers.
         compiled: layers: also torch.compile (takes minutes).
         networks: networks: which of them; densenet, of 100 layers, takes half an hour.
         seeds: networks: how often to measure anew.
+        slots: slots: how many there are.
         out: also write the ratios to this JSON file; of networks, results/speed.json decides claims.
     """
     with importing():
         from neurocoder_lab import bench, speed
+        from neurocoder_lab import slots as large
 
     if what == "networks":
         return speed.measure(networks, repeats, seeds, out)
+    if what == "slots":
+        return large.measure(slots, repeats, out)
     bench.measure(repeats, [*widths], compiled, out)
