@@ -1,5 +1,7 @@
 """Continual learning: scenarios, methods against their slow twins, metrics."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import continual
 from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, make, split, summary
+from neurocoder_lab.continual.optimisers import adam
 from neurocoder_lab.continual.training import Learner
 from neurocoder_lab.errors import LabError
 from tests.lab.test_fisher import plain, slow_fisher
@@ -331,3 +334,66 @@ def test_metrics_by_hand():
     assert summary([*matrix]) == numbers
     with pytest.raises(ValueError, match="tasks \\+ 1"):
         summary(torch.zeros(3, 3))
+
+
+def sparse_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    nc.recode(model, "0", slots=30, heads=2, top_k=1, one_choice=True, addresses="fixed", sparse=True)
+    return model.double()
+
+
+@pytest.mark.parametrize("name", ["l2", "si", "ewc", "oewc"])
+def test_penalties_know_rows_that_were_not_read(name):
+    """What was not read stays where it is; what was is pulled as a dense gradient would be."""
+    model = sparse_model()
+    optimiser, method = adam(model, 0.01), make(name, model, 2.0)
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+
+    def learn(rows: slice) -> None:
+        for _ in range(3):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            method.step(optimiser)
+
+    learn(slice(6))
+    method.finish(model, x[:6], y[:6])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with nc.trace(model) as seen:
+        model(x[6:])
+    learn(slice(6, 12))
+    left = model[0].memory.left
+    read = torch.zeros(30, dtype=torch.bool)
+    read[seen["0"].chosen.flatten()] = True
+    moved = (left != before["0.memory.left_rows.weight"]).any(1)
+    assert torch.equal(moved, read)
+    optimiser.zero_grad()
+    F.cross_entropy(model(x[6:]), y[6:]).backward()
+    plain = left.grad.to_dense()
+    method.pull()
+    kind = "0.memory.left_rows.weight"
+    pull = 4.0 * method.importance[kind] * (left - method.anchor[kind]).detach()
+    assert torch.allclose(left.grad.to_dense(), plain + pull * read[:, None])
+    assert pull.abs().sum() > 0
+
+
+def test_two_optimisers_as_one_go_on_from_their_state():
+    model = sparse_model()
+    optimiser = adam(model, 0.01)
+    x = torch.randn(12, 6, dtype=torch.float64)
+
+    def step(model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+        optimiser.zero_grad()
+        model(x).square().sum().backward()
+        optimiser.step()
+
+    step(model, optimiser)
+    other = copy.deepcopy(model)
+    resumed = adam(other, 0.01)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    for _ in range(2):
+        step(model, optimiser)
+        step(other, resumed)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(optimiser.state_dict()["state"]) == len([*model.parameters()])

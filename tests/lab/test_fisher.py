@@ -139,6 +139,12 @@ MODELS = {
     "program, free keys": lambda: recoded(slots=4, heads=2, rules=nc.Rules(free_keys=("left", "values"))),
     "program, several steps": lambda: recoded(slots=4, heads=2, key_dim=3, steps=2, least_used=1),
     "program, residual": lambda: recoded(slots=4, heads=2, residual=True),
+    "program, few slots": lambda: recoded(slots=6, heads=2, top_k=2),
+    "program, sparse": lambda: recoded(slots=30, heads=2, top_k=2, sparse=True),
+    "program, sparse, fixed": lambda: recoded(
+        slots=30, heads=2, top_k=1, one_choice=True, addresses="fixed", sparse=True
+    ),
+    "program, product keys": lambda: recoded(slots=9, heads=2, key_dim=4, top_k=2, product_keys=True, sparse=True),
     "stored programs": lambda: recoded(layer=nc.peers.StoredProgramMemory, programs=3, key_dim=4),
     "stored programs, controlled": lambda: controlled(layer=nc.peers.StoredProgramMemory, programs=3),
     "program, controlled": lambda: controlled(slots=4, heads=2),
@@ -167,7 +173,7 @@ def slow_fisher(model, x, outputs=None, y=None, extra=None):
         (loss if extra is None else loss + extra()).backward()
         for name, p in model.named_parameters():
             if p.grad is not None:
-                total[name] += p.grad.square() / len(x)
+                total[name] += p.grad.to_dense().square() / len(x)
     model.zero_grad()
     model.train(modes)
     return total

@@ -35,7 +35,8 @@ def rule_of(layer: nn.Module) -> Rule | None:
         return _stored
     if type(layer) is nc.Linear and isinstance(layer.controller, LinearController):
         extras = (layer.base, layer.residual, layer.memory.gate_weight)
-        return _program if all(extra is None for extra in extras) else None
+        plain = all(extra is None for extra in extras) and not layer.addressing.product_keys
+        return _program if plain else None
     return None
 
 
@@ -86,11 +87,12 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
 
     def compose(query_X: Tensor, key_MPK: Tensor, read_P: Tensor, values_P: Tensor) -> Tensor:
         query_MKRN, _ = controller(query_X[:, None])
-        part_PN, _ = functional.compose_rows(
-            query_MKRN, functional.sharpen(key_MPK, layer.sharpness), None, read_P[:, None], values_P,
-            layer.heads, 0, layer.rules,
-        )  # fmt: skip
-        return part_PN[:, 0]
+        score = functional.score(query_MKRN, functional.sharpen(key_MPK, layer.sharpness))
+        if layer.addressing.top_k is not None:
+            score = functional.only(score, functional.best(score, layer.addressing.top_k))
+        left, right, values = functional.attend(score, None, layer.heads, 0, layer.rules)
+        sigma_RN = functional.singular_values(values_P, values, layer.rules.order)
+        return functional.transform(read_P[:, None], left, sigma_RN, right)[:, 0]
 
     part_NP = vmap(compose)(*leaves) * layer.gain
     dq_NX, dk_NMPK, dread_NP, dvalues_NP = torch.autograd.grad(part_NP, leaves, g_NO @ memory.right.detach().t())
@@ -104,11 +106,16 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
         sums[layer.bias] = g_NO.square().sum(0)
     ones = x_NI.new_ones(len(x_NI), 1)
     banks = {"left": (dread_NP, x_NI), "right": (part_NP.detach(), g_NO), "values": (dvalues_NP, ones)}
-    for (bank, (a_NP, b_NI)), d_NPK in zip(banks.items(), dk_NMPK.unbind(1), strict=True):
-        slots, free = getattr(memory, bank), getattr(memory, f"{bank}_keys")
+    free_keys = {bank: memory.free_keys(bank) for bank in memory.addressing.banks}
+    for free, d_NPK in zip(free_keys.values(), dk_NMPK.unbind(1), strict=True):
         if free is not None:
-            sums |= {free: d_NPK.square().sum(0), slots: _squares(a_NP, b_NI)}
+            sums[free] = d_NPK.square().sum(0)
+    for at, (bank, (a_NP, b_NI)) in enumerate(banks.items()):
+        slots = memory.column if bank == "values" and memory.addressing.sparse else getattr(memory, bank)
+        if memory.addressing.one_choice or free_keys[bank] is not None:
+            sums[slots] = _squares(a_NP, b_NI)
             continue
+        d_NPK = dk_NMPK[:, at]
         weight, bias = getattr(memory, f"{bank}_key_weight"), getattr(memory, f"{bank}_key_bias")
         slots_PI = slots.detach().view(len(slots), -1)
         sums[slots] = _outer_and_keys(a_NP, b_NI, d_NPK, weight.detach())

@@ -129,7 +129,7 @@ def _wrong(layers: list[nn.Module], outputs: Outputs, x: Tensor, y: Tensor, squa
     for one, label in zip(x.split(1), y.split(1), strict=True):
         gradients = torch.autograd.grad(_loss(outputs(one), label), wanted, allow_unused=True)
         for p, g in zip(wanted, gradients, strict=True):
-            known[p] += 0 if g is None else g.square()
+            known[p] += 0 if g is None else g.to_dense().square()
 
     def agrees(p: Tensor) -> bool:
         return torch.allclose(closed[p], known[p], rtol=0, atol=TOLERANCE * known[p].abs().max().item() + 1e-30)
@@ -198,7 +198,7 @@ def _sample_by_sample(
         else:
             alone = _loss(outputs(x[rows]), labels[rows])
             gradients = [
-                torch.zeros_like(p)[None] if g is None else g[None]
+                torch.zeros_like(p)[None] if g is None else g.to_dense()[None]
                 for p, g in zip(parameters, torch.autograd.grad(alone, parameters, allow_unused=True), strict=True)
             ]
         for p, g in zip(parameters, gradients, strict=True):
@@ -221,7 +221,7 @@ def _shared(
     for rows in torch.arange(len(x), device=x.device).split(BATCH):
         loss = _loss(outputs(x[rows]), None if y is None else y[rows])
         for (p, e), g in zip(shared.items(), torch.autograd.grad(loss, [*shared], allow_unused=True), strict=True):
-            squares[p] += len(rows) * e.square() + (0 if g is None else 2 * e * g)
+            squares[p] += len(rows) * e.square() + (0 if g is None else 2 * e * g.to_dense())
 
 
 class _Wrapped(nn.Module):

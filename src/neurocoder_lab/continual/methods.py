@@ -110,11 +110,16 @@ class Anchored(Method):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Add the gradient of the penalty; a weight without a gradient, such as another task's head, stays put."""
+        """Add the gradient of the penalty; a weight without a gradient stays put, such as another task's head, or a row
+        that was not read where gradients are sparse."""
         for name, anchor in self.anchor.items():
-            p = self.parameters[name]
-            if p.grad is not None:
-                p.grad.addcmul_(self.importance[name], p - anchor, value=2 * self.strength)
+            p, importance = self.parameters[name], self.importance[name]
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
+                (rows,), values = p.grad.indices(), p.grad.values()
+                values.addcmul_(importance[rows], p[rows] - anchor[rows], value=2 * self.strength)
+            elif p.grad is not None:
+                p.grad.addcmul_(importance, p - anchor, value=2 * self.strength)
 
     def _step(self, optimiser: torch.optim.Optimizer) -> None:
         self.pull()
@@ -212,7 +217,7 @@ class SI(Anchored):
         if getattr(optimiser, "step_was_skipped", False):  # a gradient overflowed in half precision
             return
         for name, (weights, gradient) in before.items():
-            self.path[name].addcmul_(gradient, self.parameters[name].detach() - weights, value=-1)
+            self.path[name].addcmul_(gradient.to_dense(), self.parameters[name].detach() - weights, value=-1)
 
     def _finish(self, outputs: Outputs, x: Tensor, y: Tensor, extra: Extra | None) -> None:
         weights = self._weights()
