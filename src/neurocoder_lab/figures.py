@@ -93,6 +93,42 @@ def dots(
         return svg(figure)
 
 
+def trade(named: dict[str, tuple[tuple[float, float], tuple[float, float]]], across: str, upwards: str) -> str:
+    """A point with two standard deviations and its name beside it for each: one quantity against another."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 4.4))
+        axes = figure.subplots()
+        for index, (name, ((x, x_std), (y, y_std))) in enumerate(named.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            axes.errorbar(x, y, y_std, x_std, fmt="o", color=colour, markersize=5, elinewidth=1)
+            axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+        axes.set_xlabel(across)
+        axes.set_ylabel(upwards)
+        return svg(figure)
+
+
+def shared(table: list[list[float]], moved: list[float]) -> str:
+    """Shares that each two tasks have in common, and beside it how far what each read was moved."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        tasks = range(1, len(table) + 1)
+        image = left.imshow(table, cmap="cividis", vmin=0, vmax=1)
+        for row, shares in enumerate(table):
+            for column, share in enumerate(shares):
+                left.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=8,
+                          color="black" if share > 0.5 else "white")  # fmt: skip
+        for axis in (left.set_xticks, left.set_yticks):
+            axis(range(len(table)), [*map(str, tasks)])
+        left.set_xlabel("task")
+        left.set_ylabel("task")
+        figure.colorbar(image, ax=left, label="share of reads in common")
+        right.bar([*map(str, tasks)][: len(moved)], [100 * share for share in moved], color=COLOURS[1])
+        right.set_xlabel("task")
+        right.set_ylabel("how far its rows were moved\nby later tasks, % of their length")
+        return svg(figure)
+
+
 def attention(example: dict) -> str:
     """Attention over slots and time, and below it prediction and truth; dashed lines part the chunks."""
     with matplotlib.rc_context(STYLE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
 
 import torch
@@ -52,6 +53,28 @@ def densenet(classes: int, depth: int = 100, growth: int = 12) -> nn.Sequential:
         if block < 2:
             layers += [nn.Conv2d(channels, channels, 1, bias=False), nn.AvgPool2d(2)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class Peer(nn.Module):
+    """A layer of rank-one experts by product keys (He 2024, of the package PEER-pytorch) on rows: the peer of a large
+    program memory.
+
+    Args:
+        experts: a square.
+        reads: experts that each head adds up, by a softmax of their scores.
+        key_dim: length of a half of a key.
+    """
+
+    def __init__(self, width: int, experts: int, heads: int, reads: int, key_dim: int | None = None):
+        super().__init__()
+        kind = import_module("PEER_pytorch").PEER
+        self.layer = kind(
+            width, heads=heads, num_experts=experts, num_experts_per_head=reads, dim_key=key_dim,
+            non_competing_scores=False,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None])[:, 0]
 
 
 class Recurrent(nn.Module):

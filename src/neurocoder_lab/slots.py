@@ -9,37 +9,22 @@ in `neurocoder bench`. PEER is that of the package PEER-pytorch, with as many ex
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib import import_module
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import neurocoder as nc
 from neurocoder_lab.bench import BATCH, interleave, peak_bytes, publish, ratios, stepper, table
 from neurocoder_lab.errors import LabError
+from neurocoder_lab.networks import Peer
 
 WIDTH, HEADS, READS = 1024, 8, 2
 EVERY = 3000  # slots up to which all are read as well
 SEARCHED = 30_000  # and up to which each has a key of its own
 SPARSE: dict[str, Any] = {"heads": HEADS, "top_k": READS, "one_choice": True, "sparse": True}
-
-
-class Peer(nn.Module):
-    """PEER with rows for the sequences that it expects."""
-
-    def __init__(self, experts: int):
-        super().__init__()
-        kind = import_module("PEER_pytorch").PEER
-        self.layer = kind(
-            WIDTH, heads=HEADS, num_experts=experts, num_experts_per_head=READS, non_competing_scores=False
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[:, None])[:, 0]
 
 
 def contestants(slots: int) -> Iterator[tuple[str, nn.Module]]:
@@ -52,8 +37,7 @@ def contestants(slots: int) -> Iterator[tuple[str, nn.Module]]:
         yield "2 slots a head", nc.Linear(WIDTH, WIDTH, slots=slots, **SPARSE)
         yield "2 slots a head, fixed", nc.Linear(WIDTH, WIDTH, slots=slots, addresses="fixed", **SPARSE)
     yield "product keys", nc.Linear(WIDTH, WIDTH, slots=square, key_dim=8, product_keys=True, **SPARSE)
-    with suppress(ImportError):
-        yield "PEER", Peer(square)
+    yield "PEER", Peer(WIDTH, square, HEADS, READS)
 
 
 def measure(slots: tuple[int, ...], repeats: int, out: Path | None) -> None:

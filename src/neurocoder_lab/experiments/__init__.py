@@ -50,6 +50,10 @@ CATALOGUE = {
         "ours: why Table 3 of Neurocoder does not come out",
         "Split MNIST, watched: what moves while later tasks are learned, what that costs, and variants that hold it",
     ),
+    "large-memory": Entry(
+        "ours: large memories of which each head reads a few slots",
+        "Split MNIST and CIFAR-10 with fixed addresses and rows that move when read: what is kept, what can be learned",
+    ),
 }
 NAMES = tuple(CATALOGUE)
 
