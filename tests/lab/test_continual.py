@@ -1,6 +1,7 @@
 """Continual learning: scenarios, methods against their slow twins, metrics."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import continual
 from neurocoder_lab.continual import EWC, L2, SI, MultiHead, OnlineEWC, make, split, summary
+from neurocoder_lab.continual.methods import METHODS
 from neurocoder_lab.continual.optimisers import adam
 from neurocoder_lab.continual.training import Learner
 from neurocoder_lab.errors import LabError
@@ -336,7 +338,7 @@ def test_metrics_by_hand():
         summary(torch.zeros(3, 3))
 
 
-def sparse_model() -> nn.Sequential:
+def sparse_model() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     nc.recode(model, "0", slots=30, heads=2, top_k=1, one_choice=True, addresses="fixed", sparse=True)
@@ -347,7 +349,7 @@ def sparse_model() -> nn.Sequential:
 def test_penalties_know_rows_that_were_not_read(name):
     """What was not read stays where it is; what was is pulled as a dense gradient would be."""
     model = sparse_model()
-    optimiser, method = adam(model, 0.01), make(name, model, 2.0)
+    optimiser, method = adam(model, 0.01), METHODS[name](model, 2.0)
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
 
     def learn(rows: slice) -> None:

@@ -1,6 +1,7 @@
 """Large memories: variants of equal size, rows that stay, what is read in common, and resuming in the middle."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_bench_slots_prints_ratios(capsys, monkeypatch):
 
 
 def test_rows_that_no_task_reads_stay_where_they_were(tmp_path):
-    task = EXPERIMENT.start(EXPERIMENT.resolve(LargeMemory(budget="smoke")))
+    task: Any = EXPERIMENT.start(EXPERIMENT.resolve(LargeMemory(budget="smoke")))
     before = task.model[0].memory.left.detach().clone()
     assert isinstance(task.model[0], nc.Linear)
     optimiser, (x, y) = task.optimiser, task.stream.train[0]
