@@ -92,10 +92,12 @@ class Task:
         part = len(tensors[0]) // count
         return [tensor[at * part : (at + 1) * part].to(self.accelerator.device) for tensor in tensors]
 
-    def learn(self, loss: Tensor) -> None:
-        """One step of the optimiser."""
+    def learn(self, loss: Tensor, clip: float | None = None) -> None:
+        """One step of the optimiser; every number of a gradient is kept between -clip and clip."""
         self.optimiser.zero_grad()
         self.accelerator.backward(loss)
+        if clip is not None:
+            self.accelerator.clip_grad_value_(self.model.parameters(), clip)
         self.optimiser.step()
 
 
