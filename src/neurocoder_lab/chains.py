@@ -5,7 +5,7 @@ after the other, while the input is zero. A step is ten numbers: eight bits; a n
 comes (which task, or the call for the answers); and one for what is no bit: the number of repeats, a priority, or that
 an item is the one asked for.
 
-Shapes: B sequences, K tasks of one, Q = B * K tasks, L steps of one task, T of a sequence, I items, X numbers of a step.
+Shapes: B sequences, K tasks of one, Q = B * K tasks, L steps of one task, T of a sequence, X numbers of a step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def chains(
     algorithm_BK: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Chains:
-    """A batch of sequences of so many tasks, each task of an algorithm drawn evenly unless `algorithm_BK` says which."""
+    """A batch of sequences of so many tasks, each of an algorithm drawn evenly unless `algorithm_BK` says which."""
     if algorithm_BK is None:
         algorithm_BK = torch.randint(len(ALGORITHMS), (count, tasks), generator=generator)
     draw = _Draw(count * tasks, generator)
@@ -86,7 +86,11 @@ def chains(
     call_B1X[..., [CALL, SYMBOL]] = 1
     output = F.pad(output_QLX, (0, WIDTH - BITS)).flatten(1, 2)
     inputs = torch.cat((name_BK1X, input_QLX), 2).flatten(1, 2)
-    there = (F.pad(given_QL, (1, 0), value=True).flatten(1), torch.ones(count, 1, dtype=torch.bool), wanted_QL.flatten(1))
+    there = (
+        F.pad(given_QL, (1, 0), value=True).flatten(1),
+        torch.ones(count, 1, dtype=torch.bool),
+        wanted_QL.flatten(1),
+    )
     phases = [algorithm_BK.repeat_interleave(len(part[0]) // tasks, 1) for part in (there[0], there[2])]
     phase = torch.cat((phases[0], torch.full((count, 1), CALL), phases[1] + CALL + 1), 1)
     x = torch.cat((inputs, call_B1X, torch.zeros_like(output)), 1)
@@ -176,6 +180,4 @@ def _sort(draw: _Draw, ranges: Ranges) -> _Tasks:
     items, most = draw.number(ranges.sorted), ranges.sorted[1]
     bits, priority, there = draw.bits(most), 2 * draw.real(most) - 1, torch.arange(most) < items
     first = priority.masked_fill(~there, -2).topk(SORTED, 1).indices
-    return _Tasks(
-        _step(bits, priority), there, _picked(bits, first), torch.ones(draw.count, SORTED, dtype=torch.bool)
-    )
+    return _Tasks(_step(bits, priority), there, _picked(bits, first), torch.ones(draw.count, SORTED, dtype=torch.bool))

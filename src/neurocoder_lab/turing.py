@@ -123,14 +123,9 @@ def _parts(z_BZ: Tensor, width: int) -> _Signals:
     )
 
 
-def _around(values_B2N: Tensor) -> Tensor:
-    """With the last one before the first, and the first after the last: (B, 2, N + 2)."""
-    return torch.cat((values_B2N[..., -1:], values_B2N, values_B2N[..., :1]), -1)
-
-
 def _windows(values_B2N: Tensor) -> list[Tensor]:
-    """Every place's neighbour before it, itself, and the one behind it."""
-    count, around = values_B2N.shape[-1], _around(values_B2N)
+    """Every place's neighbour before it, itself, and the one behind it; the first follows the last."""
+    count, around = values_B2N.shape[-1], torch.cat((values_B2N[..., -1:], values_B2N, values_B2N[..., :1]), -1)
     return [around.narrow(-1, place, count) for place in range(3)]
 
 
@@ -170,54 +165,59 @@ class _Access(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_read_BW: Tensor, d_written_BWN: Tensor, d_weight_B2N: Tensor):
-        """The equations of `forward`, last one first."""
-        (
-            raw_BZ, memory_BWN, before_B2N, key_B2W, add_BW, erase_BW, strength, gate, shift_B23, sharp, scale_B2,
-            unit_B2W, length_B1N, cosine_B2N, content_B2N, gated_B2N, shifted_B2N, log_B2N, weight_B2N, erased_BWN,
-        ) = ctx.saved_tensors  # fmt: skip
-        raw, d_raw_BZ = _parts(raw_BZ, memory_BWN.shape[1]), torch.empty_like(raw_BZ)
-        d_raw = _parts(d_raw_BZ, memory_BWN.shape[1])
-        reading_B1N, writing_B1N = weight_B2N.split(1, 1)
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with full_precision(d_outputs[0]):
+            return _backward(ctx.saved_tensors, *d_outputs)
 
-        d_kept_BWN = d_written_BWN * memory_BWN
-        d_add_BW, d_erase_BW = (
-            torch.bmm(d, writing_B1N.transpose(1, 2)).squeeze(-1) for d in (d_written_BWN, d_kept_BWN)
-        )
-        torch.addcmul(d_add_BW, d_add_BW, add_BW.square(), value=-1, out=d_raw.add_BW)
-        d_raw.erase_BW.copy_(d_erase_BW.mul_(erase_BW).mul_(erase_BW - 1))
-        d_writing_B1N = torch.bmm(add_BW[:, None], d_written_BWN).baddbmm_(erase_BW[:, None], d_kept_BWN, alpha=-1)
-        d_reading_B1N = torch.bmm(d_read_BW[:, None], memory_BWN)
-        d_weight_B2N = torch.cat((d_reading_B1N, d_writing_B1N), 1).add_(d_weight_B2N)
 
-        d_power_B2N = _softmax_backward(d_weight_B2N, weight_B2N)
-        torch.mul((d_power_B2N * log_B2N).sum(-1, keepdim=True), raw.sharp_B21.sigmoid(), out=d_raw.sharp_B21)
-        d_shifted_B2N = d_power_B2N.mul_(sharp).div_(shifted_B2N)
-        d_shift_B23 = torch.stack([(d_shifted_B2N * w).sum(-1) for w in reversed(_windows(gated_B2N))], -1)
-        d_raw.shift_B23.copy_(_softmax_backward(d_shift_B23, shift_B23))
-        d_gated_B2N = _mixed(_windows(d_shifted_B2N), shift_B23)
+def _backward(
+    saved: tuple[Tensor, ...], d_read_BW: Tensor, d_written_BWN: Tensor, d_weight_B2N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The equations of `_Access.forward`, last one first."""
+    (
+        raw_BZ, memory_BWN, before_B2N, key_B2W, add_BW, erase_BW, strength, gate, shift_B23, sharp, scale_B2,
+        unit_B2W, length_B1N, cosine_B2N, content_B2N, gated_B2N, shifted_B2N, log_B2N, weight_B2N, erased_BWN,
+    ) = saved  # fmt: skip
+    raw, d_raw_BZ = _parts(raw_BZ, memory_BWN.shape[1]), torch.empty_like(raw_BZ)
+    d_raw = _parts(d_raw_BZ, memory_BWN.shape[1])
+    reading_B1N, writing_B1N = weight_B2N.split(1, 1)
 
-        d_gate = (d_gated_B2N * (content_B2N - before_B2N)).sum(-1, keepdim=True)
-        torch.mul(d_gate.mul_(gate), 1 - gate, out=d_raw.gate_B21)
-        d_content_B2N = d_gated_B2N * gate
-        d_before_B2N = d_gated_B2N - d_content_B2N
-        d_score_B2N = _softmax_backward(d_content_B2N, content_B2N)
-        d_strength = (d_score_B2N * cosine_B2N).sum(-1, keepdim=True)
-        torch.mul(d_strength, raw.strength_B21.sigmoid(), out=d_raw.strength_B21)
-        d_cosine_B2N = d_score_B2N.mul_(strength)
-        d_length_B1N = (d_cosine_B2N * cosine_B2N).sum(1, keepdim=True).mul_(length_B1N.square())
-        d_dot_B2N = d_cosine_B2N.mul_(length_B1N)
-        d_unit_B2W = torch.bmm(d_dot_B2N, memory_BWN.transpose(1, 2))
-        d_key_B2W = d_unit_B2W.addcmul_(unit_B2W, (d_unit_B2W * unit_B2W).sum(-1, keepdim=True), value=-1)
-        d_key_B2W.mul_(scale_B2)
-        torch.addcmul(d_key_B2W, d_key_B2W, key_B2W.square(), value=-1, out=d_raw.key_B2W)
+    d_kept_BWN = d_written_BWN * memory_BWN
+    d_add_BW, d_erase_BW = (torch.bmm(d, writing_B1N.transpose(1, 2)).squeeze(-1) for d in (d_written_BWN, d_kept_BWN))
+    torch.addcmul(d_add_BW, d_add_BW, add_BW.square(), value=-1, out=d_raw.add_BW)
+    d_raw.erase_BW.copy_(d_erase_BW.mul_(erase_BW).mul_(erase_BW - 1))
+    d_writing_B1N = torch.bmm(add_BW[:, None], d_written_BWN).baddbmm_(erase_BW[:, None], d_kept_BWN, alpha=-1)
+    d_reading_B1N = torch.bmm(d_read_BW[:, None], memory_BWN)
+    d_weight_B2N = torch.cat((d_reading_B1N, d_writing_B1N), 1).add_(d_weight_B2N)
 
-        d_memory_BWN = torch.addcmul(d_written_BWN, d_written_BWN, erased_BWN, value=-1)
-        d_memory_BWN.addcmul_(memory_BWN, d_length_B1N, value=-1)
-        d_memory_BWN.baddbmm_(
-            torch.cat((d_read_BW[:, None], unit_B2W), 1).transpose(1, 2), torch.cat((reading_B1N, d_dot_B2N), 1)
-        )
-        return d_raw_BZ, d_memory_BWN, d_before_B2N
+    d_power_B2N = _softmax_backward(d_weight_B2N, weight_B2N)
+    torch.mul((d_power_B2N * log_B2N).sum(-1, keepdim=True), raw.sharp_B21.sigmoid(), out=d_raw.sharp_B21)
+    d_shifted_B2N = d_power_B2N.mul_(sharp).div_(shifted_B2N)
+    d_shift_B23 = torch.stack([(d_shifted_B2N * w).sum(-1) for w in reversed(_windows(gated_B2N))], -1)
+    d_raw.shift_B23.copy_(_softmax_backward(d_shift_B23, shift_B23))
+    d_gated_B2N = _mixed(_windows(d_shifted_B2N), shift_B23)
+
+    d_gate = (d_gated_B2N * (content_B2N - before_B2N)).sum(-1, keepdim=True)
+    torch.mul(d_gate.mul_(gate), 1 - gate, out=d_raw.gate_B21)
+    d_content_B2N = d_gated_B2N * gate
+    d_before_B2N = d_gated_B2N - d_content_B2N
+    d_score_B2N = _softmax_backward(d_content_B2N, content_B2N)
+    d_strength = (d_score_B2N * cosine_B2N).sum(-1, keepdim=True)
+    torch.mul(d_strength, raw.strength_B21.sigmoid(), out=d_raw.strength_B21)
+    d_cosine_B2N = d_score_B2N.mul_(strength)
+    d_length_B1N = (d_cosine_B2N * cosine_B2N).sum(1, keepdim=True).mul_(length_B1N.square())
+    d_dot_B2N = d_cosine_B2N.mul_(length_B1N)
+    d_unit_B2W = torch.bmm(d_dot_B2N, memory_BWN.transpose(1, 2))
+    d_key_B2W = d_unit_B2W.addcmul_(unit_B2W, (d_unit_B2W * unit_B2W).sum(-1, keepdim=True), value=-1)
+    d_key_B2W.mul_(scale_B2)
+    torch.addcmul(d_key_B2W, d_key_B2W, key_B2W.square(), value=-1, out=d_raw.key_B2W)
+
+    d_memory_BWN = torch.addcmul(d_written_BWN, d_written_BWN, erased_BWN, value=-1)
+    d_memory_BWN.addcmul_(memory_BWN, d_length_B1N, value=-1)
+    d_memory_BWN.baddbmm_(
+        torch.cat((d_read_BW[:, None], unit_B2W), 1).transpose(1, 2), torch.cat((reading_B1N, d_dot_B2N), 1)
+    )
+    return d_raw_BZ, d_memory_BWN, d_before_B2N
 
 
 def _softmax_backward(d_share: Tensor, share: Tensor) -> Tensor:

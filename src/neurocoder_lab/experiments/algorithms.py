@@ -4,8 +4,9 @@
     neurocoder sweep algorithms --seeds 3
     neurocoder sweep algorithms --setting copy --model ntm --tasks 1
 
-A sequence chains tasks of four algorithms, inputs first, then all answers: `neurocoder_lab.chains` has them. The network
-that does best on held-out sequences is kept, and measured on longer tasks and on more of them than it was trained on.
+A sequence chains tasks of four algorithms, inputs first, then all answers: `neurocoder_lab.chains` has them. What the
+network was when it did best on held-out sequences is kept, and measured on longer tasks and on more of them than it was
+trained on.
 docs/paper.md has what the paper leaves open.
 
 Shapes: B sequences, T steps, X bits, P programs; others as in `chains`.
@@ -18,7 +19,7 @@ from math import inf
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import neurocoder as nc
@@ -54,7 +55,8 @@ ITERATIONS = {
     "copy": {"smoke": 30, "desk": 4000, "paper": 10_000},
 }
 EVALUATIONS = 80
-VALIDATION, TEST, AT_ONCE = 256, 1024, 256  # sequences; in one forward
+TEST = {"smoke": 64, "desk": 1024, "paper": 1024}  # sequences of every testing setting; a quarter for validation
+AT_ONCE = 256  # sequences in one forward when measuring
 
 TRAINED = {"chain": Ranges(), "copy": Ranges(length=(1, 10))}
 TESTED = {  # by what a metric is called, behind "bit_error"
@@ -92,7 +94,9 @@ class Algorithms(Config):
         super().__post_init__()
         self.check_counts("tasks", "iterations")
         if self.tasks is not None and (self.tasks == 1) != (self.setting == "copy"):
-            raise LabError(f"copy has one task a sequence, chain at least two; got --tasks {self.tasks} of {self.setting}")
+            raise LabError(
+                f"copy has one task a sequence, chain at least two; got --tasks {self.tasks} of {self.setting}"
+            )
         if not 0 < self.rate < inf:
             raise LabError(f"rate must be a positive number, got {self.rate}")
 
@@ -133,14 +137,14 @@ class Learner(Task):
         self.orthogonal = ORTHOGONAL if config.model == "neurocoder" else 0.0
         self.least, self.best = inf, {name: tensor.clone() for name, tensor in model.state_dict().items()}
         held_out = torch.Generator().manual_seed(1_000_003)  # the same for every model and seed
-        self.validation = self._held_out(VALIDATION, held_out)
-        self.tests = {"bit_error": self._held_out(TEST, held_out)}
+        count = TEST[config.budget]
+        self.validation = self._held_out(count // 4, held_out)
+        self.tests = {"bit_error": self._held_out(count, held_out)}
         for name, ranges in TESTED.items() if config.setting == "chain" else ():
             tasks = self.tasks + (MORE_TASKS if name == "more_tasks" else 0)
-            self.tests[f"bit_error_{name}"] = chains(TEST, tasks, ranges, generator=held_out)
-        count = -(-len(ALGORITHMS) // self.tasks)
-        every_BK = (torch.arange(count * self.tasks) % len(ALGORITHMS)).view(count, self.tasks)
-        self.examples = chains(count, self.tasks, self.ranges, every_BK, held_out)
+            self.tests[f"bit_error_{name}"] = chains(count, tasks, ranges, generator=held_out)
+        every_BK = torch.arange(-(-len(ALGORITHMS) // self.tasks) * self.tasks).view(-1, self.tasks) % len(ALGORITHMS)
+        self.examples = chains(len(every_BK), self.tasks, self.ranges, every_BK, held_out)
 
     def _held_out(self, count: int, generator: torch.Generator) -> Chains:
         only = None if self.only is None else self.only[:1].expand(count, -1)
