@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+import neurocoder as nc
 from neurocoder.functional import EPSILON, full_precision
 
 TINY = 1e-16  # added to a weighting before its logarithm is taken
@@ -70,10 +71,11 @@ class TuringMachine(nn.Module):
 
     def forward(self, x_BTX: Tensor) -> Tensor:
         state, hidden, read = self.start(len(x_BTX)), [], []
-        for x_BX in x_BTX.unbind(1):
-            state = self.step(x_BX, state)
-            hidden.append(state.hidden_BH)
-            read.append(state.read_BW)
+        with nc.cached(self, unrolled=True):
+            for x_BX in x_BTX.unbind(1):
+                state = self.step(x_BX, state)
+                hidden.append(state.hidden_BH)
+                read.append(state.read_BW)
         return self.output(torch.cat((torch.stack(hidden, 1), torch.stack(read, 1)), -1))
 
 
