@@ -132,9 +132,10 @@ def over_time(examples: list[dict], names: list[str], call: int) -> str:
             starts = [step for step, phase in enumerate(phases) if step == 0 or phase != phases[step - 1]]
             for start, end in zip(starts, [*starts[1:], len(phases)], strict=True):
                 side = "" if phases[start] == call else "in: " if phases[start] < call else "out: "
-                axes.text((start + end) / 2 + 0.5, 0, f"{side}{names[phases[start]]}", rotation=30, fontsize=8)
+                axes.text((start + end) / 2 + 0.5, 0, f"{side}{names[phases[start]]}", rotation=60, fontsize=8)
                 if start:
                     axes.axvline(start + 0.5, color="white", linestyle="-", linewidth=1)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_ylabel("program")
         figure.axes[-1].set_xlabel("step of the sequence")
         figure.colorbar(shades, ax=figure.axes, label="share of use", pad=0.01)

@@ -161,7 +161,7 @@ def test_tables_and_figures(smoke):
     assert [row[0] for row in rows] == ["NTM", "NSM", "Neurocoder"]
     assert all(len(row) == len(header) for row in rows)
     titles = [title for title, svg in algorithms.draw(runs) if svg.startswith("<svg")]
-    assert [title[:10] for title in titles] == ["Fig 7 left", "Fig 7 righ", "NSM, 2 tas", "Neurocoder", "Fig 7 left"]
+    assert [title[:10] for title in titles] == ["Fig 7 left", "Fig 7 righ", "NSM, 2 tas", "Neurocoder", "Copy alone"]
 
 
 def test_what_was_best_is_kept_and_measured(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,7 @@ TESTED = {  # by what a metric is called, behind "bit_error"
     "more_tasks": Ranges(),
 }
 MORE_TASKS = 2
+SOLVED = 1.0  # percent of wrong bits
 PLACES = {
     "bit_error": "as in training",
     "bit_error_longer": "lengths\n4 to 6",
@@ -143,12 +145,20 @@ class Learner(Task):
         for name, ranges in TESTED.items() if config.setting == "chain" else ():
             tasks = self.tasks + (MORE_TASKS if name == "more_tasks" else 0)
             self.tests[f"bit_error_{name}"] = chains(count, tasks, ranges, generator=held_out)
-        every_BK = torch.arange(-(-len(ALGORITHMS) // self.tasks) * self.tasks).view(-1, self.tasks) % len(ALGORITHMS)
-        self.examples = chains(len(every_BK), self.tasks, self.ranges, every_BK, held_out)
+        self.examples = self._examples(held_out)
 
     def _held_out(self, count: int, generator: torch.Generator) -> Chains:
         only = None if self.only is None else self.only[:1].expand(count, -1)
         return chains(count, self.tasks, self.ranges, only, generator)
+
+    def _examples(self, generator: torch.Generator) -> Chains:
+        """Few sequences that have every algorithm once or more, as long as they can be: to look at."""
+        every_BK = torch.zeros(1, 1, dtype=torch.long)
+        if self.only is None:
+            count = -(-len(ALGORITHMS) // self.tasks)
+            every_BK = torch.arange(count * self.tasks).view(count, self.tasks) % len(ALGORITHMS)
+        longest = Ranges(**{name: (most, most) for name, (_, most) in vars(self.ranges).items()})
+        return chains(len(every_BK), self.tasks, longest, every_BK, generator)
 
     def step(self, index: int) -> dict[str, Tensor]:
         x, y, phase = self.share(*chains(BATCH, self.tasks, self.ranges, self.only))
@@ -208,7 +218,8 @@ class Learner(Task):
         self.best = {name: state[f"best.{name}"] for name in self.best}
 
 
-PHASES = [*ALGORITHMS, "answer!", *ALGORITHMS]  # by number; the last four are outputs
+SHORT = ("copy", "repeat", "recall", "sort")
+PHASES = [*SHORT, "call", *SHORT]  # by number: inputs, the call for answers, outputs
 
 
 def _about(run: dict[str, Any]) -> str:
@@ -227,27 +238,33 @@ def _by_length(runs: Runs) -> list[Runs]:
 
 
 def draw(runs: Runs) -> list[Picture]:
-    """Fig 7, left and right, and the programs over time of the first seed."""
+    """Fig 7, left and right, and the programs over time."""
     pictures = []
     for mine in _by_length(runs):
         ran = [model for model in MODELS if mine.where(model=model)]
         lines = {NAMES[model]: mine.where(model=model).curve("validation") for model in ran}
-        title = f"Fig 7 left, {_about(mine[0])}: bit error on held-out sequences, mean ± std over seeds"
-        pictures.append((title, figures.curves(lines, "bit error, %", log=False)))
+        title = f"{_about(mine[0])}: bit error on held-out sequences, mean ± std over seeds"
         places = [name for name in PLACES if mine.values(name)]
-        if len(places) > 1:
-            points = {}
-            for model in ran:
-                values = [mine.where(model=model).values(place) for place in places]
-                points[NAMES[model]] = [(sum(some) / len(some), deviation(some)) for some in values]
-            title = f"Fig 7 right, {_about(mine[0])}: bit error of the best network, mean ± std over seeds"
-            pictures.append((title, figures.dots(points, {}, [PLACES[place] for place in places], "bit error, %")))
+        if len(places) == 1:
+            pictures.append((title, figures.curves(lines, "bit error, %", log=False)))
+            continue
+        pictures.append((f"Fig 7 left, {title}", figures.curves(lines, "bit error, %", log=False)))
+        points = {}
         for model in ran:
-            for run in mine.where(model=model)[:1]:
-                if "programs" in run["final"]:
-                    title = f"{NAMES[model]}, {_about(run)}: programs that the interface uses, step by step (seed 0)"
-                    pictures.append((title, figures.over_time(run["final"]["programs"], PHASES, CALL)))
+            values = [mine.where(model=model).values(place) for place in places]
+            points[NAMES[model]] = [(mean(some), deviation(some)) for some in values]
+        title = f"Fig 7 right, {_about(mine[0])}: bit error of the best network, mean ± std over seeds"
+        pictures.append((title, figures.dots(points, {}, [PLACES[place] for place in places], "bit error, %")))
+        pictures += [
+            _programs(run) for model in ran for run in mine.where(model=model)[:1] if "programs" in run["final"]
+        ]
     return pictures
+
+
+def _programs(run: dict[str, Any]) -> Picture:
+    name, seed = NAMES[run["config"]["model"]], run["config"]["seed"]
+    title = f"{name}, {_about(run)}, seed {seed}: the programs that its interface uses, step by step"
+    return title, figures.over_time(run["final"]["programs"], PHASES, CALL)
 
 
 def tabulate(runs: Runs) -> list[Table]:
@@ -255,8 +272,9 @@ def tabulate(runs: Runs) -> list[Table]:
     tables = []
     for mine in _by_length(runs):
         places = [name for name in PLACES if mine.values(name)]
+        last = "phase told by the program" if len(places) > 1 else f"iterations to less than {SOLVED:g}%"
         header = ["interface", "LSTM", "parameters", "paper's"]
-        header += [PLACES[place].replace("\n", " ") for place in places] + ["phase told by the program"]
+        header += [*(PLACES[place].replace("\n", " ") for place in places), last]
         rows = []
         for model in MODELS:
             ran = mine.where(model=model)
@@ -264,9 +282,16 @@ def tabulate(runs: Runs) -> list[Table]:
                 theirs = f"{PAPER[model]:,}" if model in PAPER else "-"
                 errors = [spread(ran.values(place), 3) for place in places]
                 size = [NAMES[model], str(HIDDEN[model]), f"{ran[0]['final']['parameters']:,}", theirs]
-                rows.append([*size, *errors, spread(ran.values("phase_told"), 2)])
+                ending = ran.values("phase_told") if len(places) > 1 else [n for run in ran for n in _solved(run)]
+                rows.append([*size, *errors, spread(ending, 2 if len(places) > 1 else 4)])
         tables.append((f"{_about(mine[0])}: bit error, % (the paper prints figures, no numbers)", header, rows))
     return tables
+
+
+def _solved(run: dict[str, Any]) -> list[float]:
+    """The iterations after which held-out sequences first have less than 1% of wrong bits, if they ever do."""
+    curve = run["curve"]
+    return [step for step, error in zip(curve["step"], curve["validation"], strict=True) if error < SOLVED][:1]
 
 
 EXPERIMENT = Experiment(
