@@ -115,30 +115,30 @@ def attention(example: dict) -> str:
         return svg(figure)
 
 
-def over_time(examples: list[dict], names: list[str], call: int) -> str:
+def over_time(examples: list[dict], names: list[str]) -> str:
     """What each step of some sequences uses of the programs; above, what the steps are for, which lines part.
 
     Args:
         examples: of each sequence, `use` (a row of shares a step) and `phases` (a number a step).
-        names: of the phases, by number: up to `call` of inputs, behind it of outputs.
+        names: of the phases, by number.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 2.7 * len(examples)), layout="constrained")
-        highest = max(max(map(max, example["use"])) for example in examples)
+        highest, shades = max(max(map(max, example["use"])) for example in examples), []
         for axes, example in zip(figure.subplots(len(examples), 1, squeeze=False)[:, 0], examples, strict=True):
             columns, phases = [*zip(*example["use"], strict=True)], example["phases"]
-            shades = axes.imshow(columns, aspect="auto", cmap="viridis", vmin=0, vmax=highest, interpolation="nearest",
-                                 extent=(0.5, len(phases) + 0.5, len(columns) + 0.5, 0.5))  # fmt: skip
+            extent = (0.5, len(phases) + 0.5, len(columns) + 0.5, 0.5)
+            look = {"cmap": "viridis", "vmin": 0, "vmax": highest, "interpolation": "nearest"}
+            shades.append(axes.imshow(columns, aspect="auto", extent=extent, **look))
             starts = [step for step, phase in enumerate(phases) if step == 0 or phase != phases[step - 1]]
             for start, end in zip(starts, [*starts[1:], len(phases)], strict=True):
-                side = "" if phases[start] == call else "in: " if phases[start] < call else "out: "
-                axes.text((start + end) / 2 + 0.5, 0, f"{side}{names[phases[start]]}", rotation=60, fontsize=8)
+                axes.text((start + end) / 2 + 0.5, 0, names[phases[start]], rotation=60, fontsize=8)
                 if start:
-                    axes.axvline(start + 0.5, color="white", linestyle="-", linewidth=1)
+                    axes.axvline(start + 0.5, color="white", linewidth=1)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_ylabel("program")
         figure.axes[-1].set_xlabel("step of the sequence")
-        figure.colorbar(shades, ax=figure.axes, label="share of use", pad=0.01)
+        figure.colorbar(shades[0], ax=figure.axes, label="share of use", pad=0.01)
         return svg(figure)
 
 

@@ -167,7 +167,7 @@ class _Access(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *d_outputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         with full_precision(d_outputs[0]):
             return _backward(ctx.saved_tensors, *d_outputs)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import neurocoder as nc
+from neurocoder_lab import bench, speed
 from neurocoder_lab.chains import ALGORITHMS, BITS, CALL, NUMBER, SYMBOL, Ranges, answers, chains
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import algorithms
@@ -213,6 +214,18 @@ def test_what_is_asked_for_is_filled_in():
     assert isinstance(layer, nc.Linear)
     assert (layer.slots, layer.steps, layer.heads, layer.key_dim, layer.least_used) == (30, 1, 5, 5, 2)
     assert layer.memory.gate_weight is None  # with one step nothing was used before: no gates, whatever least_used says
+
+
+def test_time_steps_are_timed(monkeypatch):
+    rates, ratios = bench.turing(repeats=1, steps=2, rows=2).values()
+    assert {*algorithms.NAMES.values()} == rates.keys() - {"dense"} == ratios.keys() - {"dense ms"}
+    assert ratios["NTM"] == pytest.approx(rates["dense"] / rates["NTM"], rel=0.02)  # both are rounded
+    monkeypatch.setattr(algorithms, "BATCH", 2)
+    found = speed.compare("ntm", repeats=1, seed=0)
+    assert [*found] == ["original", "nsm", "hypernet", "film", "neurocoder"]
+    assert found["original"]["step_ratio"] == 1.0
+    ours = found["neurocoder"]
+    assert ours["time_steps"] / found["original"]["time_steps"] == pytest.approx(1 / ours["step_ratio"])
 
 
 @pytest.mark.parametrize(

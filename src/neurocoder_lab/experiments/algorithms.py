@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import figures
 from neurocoder_lab.attention import information, rounded, table
-from neurocoder_lab.chains import ALGORITHMS, BITS, CALL, WIDTH, Chains, Ranges, answers, chains
+from neurocoder_lab.chains import ALGORITHMS, BITS, WIDTH, Chains, Ranges, answers, chains
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.task import Config, Experiment, Picture, Table, Task
@@ -134,7 +134,7 @@ class Learner(Task):
         model = build(config.model)
         optimiser = torch.optim.RMSprop(model.parameters(), lr=config.rate, alpha=ALPHA, momentum=MOMENTUM)
         super().__init__(model, optimiser, config.iterations, max(config.iterations // EVALUATIONS, 1))
-        self.tasks, self.ranges = config.tasks, TRAINED[config.setting]
+        self.tasks, self.ranges = int(config.tasks), TRAINED[config.setting]
         self.only = torch.zeros(BATCH, 1, dtype=torch.long) if config.setting == "copy" else None
         self.orthogonal = ORTHOGONAL if config.model == "neurocoder" else 0.0
         self.least, self.best = inf, {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -219,7 +219,7 @@ class Learner(Task):
 
 
 SHORT = ("copy", "repeat", "recall", "sort")
-PHASES = [*SHORT, "call", *SHORT]  # by number: inputs, the call for answers, outputs
+PHASES = [*(f"in: {name}" for name in SHORT), "call", *(f"out: {name}" for name in SHORT)]  # by number
 
 
 def _about(run: dict[str, Any]) -> str:
@@ -264,7 +264,7 @@ def draw(runs: Runs) -> list[Picture]:
 def _programs(run: dict[str, Any]) -> Picture:
     name, seed = NAMES[run["config"]["model"]], run["config"]["seed"]
     title = f"{name}, {_about(run)}, seed {seed}: the programs that its interface uses, step by step"
-    return title, figures.over_time(run["final"]["programs"], PHASES, CALL)
+    return title, figures.over_time(run["final"]["programs"], PHASES)
 
 
 def tabulate(runs: Runs) -> list[Table]:
