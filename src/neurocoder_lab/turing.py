@@ -71,7 +71,7 @@ class TuringMachine(nn.Module):
 
     def forward(self, x_BTX: Tensor) -> Tensor:
         state, hidden, read = self.start(len(x_BTX)), [], []
-        with nc.cached(self, unrolled=True):
+        with nc.cached(self, unrolled=True):  # the programs of a re-coded interface are the same at every step
             for x_BX in x_BTX.unbind(1):
                 state = self.step(x_BX, state)
                 hidden.append(state.hidden_BH)
@@ -92,7 +92,8 @@ def access(raw_BZ: Tensor, memory_BWN: Tensor, weight_B2N: Tensor) -> tuple[Tens
         M(i) <- M(i) (1 - w_w(i) e) + w_w(i) a  (Eq. 3, 4), e = sigmoid, a = tanh
 
     `raw_BZ` has keys, strengths, gates, shifts and sharpenings of both heads, then e and a of the one that writes.
-    Gradients are written by hand: fewer passes over the memory, and no graph of forty small operations a step.
+    Gradients are written by hand: fewer passes over the memory, and no graph of forty small operations a step. They
+    cannot be differentiated in turn.
     """
     with full_precision(memory_BWN):
         read_BW, memory_BWN, weight_B2N = _Access.apply(raw_BZ.to(memory_BWN.dtype), memory_BWN, weight_B2N)

@@ -99,8 +99,7 @@ class Algorithms(Config):
             raise LabError(
                 f"copy has one task a sequence, chain at least two; got --tasks {self.tasks} of {self.setting}"
             )
-        if not 0 < self.rate < inf:
-            raise LabError(f"rate must be a positive number, got {self.rate}")
+        self.check_positive("rate")
 
 
 def fill(config: Algorithms) -> dict[str, Any]:
