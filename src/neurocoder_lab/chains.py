@@ -36,7 +36,7 @@ class Ranges:
 
 
 class Chains(NamedTuple):
-    """A batch. Sequences start together; where one is over, its steps are zeros of phase -1.
+    """A batch, the longest sequence first. All start together; where one is over, its steps are zeros of phase -1.
 
     Attributes:
         x_BTX: what the network sees.
@@ -57,6 +57,11 @@ class _Tasks(NamedTuple):
     given_QL: Tensor
     output_QLX: Tensor
     wanted_QL: Tensor
+
+
+def lengths(phase_BT: Tensor) -> Tensor:
+    """Steps of each sequence."""
+    return (phase_BT >= 0).sum(1)
 
 
 def answers(phase_BT: Tensor) -> Tensor:
@@ -99,8 +104,10 @@ def chains(
 
 
 def _closed_up(there: Tensor, x: Tensor, y: Tensor, phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The steps that are there, in their order, moved to the front; what is left over is nothing."""
-    longest = int(there.sum(1).max())
+    """The steps that are there, in their order, moved to the front; what is left over is nothing. Longest first."""
+    row = there.sum(1).argsort(descending=True, stable=True)
+    there, x, y, phase = there[row], x[row], y[row], phase[row]
+    longest = int(there[0].sum())
     order = torch.argsort(~there, dim=1, stable=True)[:, :longest]
     there = there.gather(1, order)
     x, y = (part.gather(1, order[..., None].expand(-1, -1, part.shape[-1])) * there[..., None] for part in (x, y))

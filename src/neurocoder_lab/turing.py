@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 import neurocoder as nc
 from neurocoder.functional import EPSILON, full_precision
 
 TINY = 1e-16  # added to a weighting before its logarithm is taken
 SCALARS = 12  # of both heads: strength, gate, three shifts, sharpening
+TOGETHER = 8  # sequences that are left out at a time, once they are over: leaving out has a cost, too
 FOCUS = 5.0  # how far the first row starts ahead of the others in the initial weightings
 
 
@@ -69,14 +71,30 @@ class TuringMachine(nn.Module):
         hidden_BH, cell_BH = self.controller(seen, (state.hidden_BH, state.cell_BH))
         return State(hidden_BH, cell_BH, *access(self.interface(hidden_BH), state.memory_BWN, state.weight_B2N))
 
-    def forward(self, x_BTX: Tensor) -> Tensor:
+    def forward(self, x_BTX: Tensor, length_B: Tensor | None = None) -> Tensor:
+        """Where lengths are given, none above the one before it, what comes after the end of a sequence is undefined,
+        and as good as not computed."""
         state, hidden, read = self.start(len(x_BTX)), [], []
+        counts = [len(x_BTX)] * x_BTX.shape[1] if length_B is None else _going_on(length_B, x_BTX.shape[1])
         with nc.cached(self, unrolled=True):  # the programs of a re-coded interface are the same at every step
-            for x_BX in x_BTX.unbind(1):
-                state = self.step(x_BX, state)
+            for x_BX, count in zip(x_BTX.unbind(1), counts, strict=True):
+                if count < len(state.read_BW):
+                    state = State(*(part[:count] for part in state))
+                state = self.step(x_BX[:count], state)
                 hidden.append(state.hidden_BH)
                 read.append(state.read_BW)
-        return self.output(torch.cat((torch.stack(hidden, 1), torch.stack(read, 1)), -1))
+        seen_TBX = torch.cat([pad_sequence(part, batch_first=True) for part in (hidden, read)], -1)
+        return self.output(seen_TBX).transpose(0, 1)
+
+
+def _going_on(length_B: Tensor, steps: int) -> list[int]:
+    """How many sequences to go on with at each step: those that are not over, and a few beside them."""
+    if (length_B.diff() > 0).any():
+        raise ValueError(
+            "sequences with lengths must come longest first: sort them, e.g. by length.argsort(descending=True)"
+        )
+    alive_T = (length_B[:, None] > torch.arange(steps, device=length_B.device)).sum(0)
+    return [min(max(-(-alive // TOGETHER), 1) * TOGETHER, len(length_B)) for alive in alive_T.tolist()]
 
 
 def access(raw_BZ: Tensor, memory_BWN: Tensor, weight_B2N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import neurocoder as nc
 from neurocoder.functional import EPSILON
 from neurocoder_lab.turing import TINY, TuringMachine, access
 
+step = TuringMachine.step
 OFF, ON = -40.0, 40.0  # of a sigmoid, a softplus or a softmax: 0 and 1 to the last bit of float64
 BEFORE = (0.1, 0.2, 0.3, 0.4)
 ROOT = 2**0.5 / 2
@@ -151,6 +152,26 @@ def test_state_is_all_that_a_step_needs():
     torch.testing.assert_close(last, machine(x)[:, -1])
     torch.testing.assert_close(state.weight_B2N.sum(-1), torch.ones(2, 2))
     torch.testing.assert_close(machine(x[1:]), machine(x)[1:])  # nothing stays on the module, no row sees another
+
+
+def test_sequences_that_are_over_are_left_out_and_the_others_are_as_before():
+    torch.manual_seed(0)
+    machine, x = TuringMachine(3, 2, hidden=5, rows=4, width=3).double(), torch.randn(20, 6, 3, dtype=torch.float64)
+    length = torch.tensor([6] * 3 + [4] * 8 + [3] * 5 + [1] * 4)
+    there, rows = torch.arange(6) < length[:, None], []
+    found = []
+    for lengths in (length, None):
+        machine.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TuringMachine, "step", lambda self, *given: rows.append(len(given[0])) or step(self, *given))
+            y = machine(x, lengths)[there]
+        y.square().sum().backward()
+        found.append([y.detach(), *(p.grad.clone() for p in machine.parameters())])
+    assert rows == [20, 16, 16, 16, 8, 8] + [20] * 6  # of 20, 16, 16, 11, 3, 3, eight at a time
+    for ours, whole in zip(*found, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="longest first"):
+        machine(x, length.flip(0))
 
 
 def test_an_idle_head_changes_nothing():

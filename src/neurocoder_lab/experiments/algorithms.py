@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import figures
 from neurocoder_lab.attention import information, rounded, table
-from neurocoder_lab.chains import ALGORITHMS, BITS, WIDTH, Chains, Ranges, answers, chains
+from neurocoder_lab.chains import ALGORITHMS, BITS, WIDTH, Chains, Ranges, answers, chains, lengths
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.results import Runs, deviation, spread
 from neurocoder_lab.task import Config, Experiment, Picture, Table, Task
@@ -161,7 +161,7 @@ class Learner(Task):
 
     def step(self, index: int) -> dict[str, Tensor]:
         x, y, phase = self.share(*chains(BATCH, self.tasks, self.ranges, self.only))
-        logits = self.network(x)
+        logits = self.network(x, lengths(phase))
         loss = by_sequence(F.binary_cross_entropy_with_logits(logits, y, reduction="none"), phase).mean()
         extra = self.orthogonal * nc.orthogonality(self.model) if self.orthogonal else 0.0
         self.learn(loss + extra, clip=CLIP)
@@ -171,7 +171,7 @@ class Learner(Task):
         """The bit error, in percent."""
         device, total = self.accelerator.device, 0.0
         for x, y, phase in zip(*(part.to(device).split(AT_ONCE) for part in data), strict=True):
-            total += bit_errors(self.model(x), y, phase).sum().item()
+            total += bit_errors(self.model(x, lengths(phase)), y, phase).sum().item()
         return total / len(data.x_BTX)
 
     def evaluate(self) -> dict[str, float]:
