@@ -115,6 +115,48 @@ def test_gradients_are_as_without_it(kind):
         assert a.any()
 
 
+def stepped(layer: nc.Linear, x: torch.Tensor, steps: int = 3) -> torch.Tensor:
+    """A recurrent network: the same layer again and again."""
+    for _ in range(steps):
+        x = layer(x).tanh()
+    return x
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_time_steps_share_keys_and_their_gradients(kind, monkeypatch):
+    torch.manual_seed(0)
+    layer, x = nc.Linear(6, 6, slots=5, key_dim=3, **KINDS[kind]).double(), torch.randn(4, 6, dtype=torch.float64)
+    calls, honest = [], nc.ProgramMemory.keys
+    monkeypatch.setattr(nc.ProgramMemory, "keys", lambda self: calls.append(1) or honest(self))
+    found = []
+    for block, made in ((nc.cached(layer, unrolled=True), 1), (nc.cached(layer), 3)):
+        layer.zero_grad()
+        with block:
+            y = stepped(layer, x)
+        y.square().sum().backward()
+        found.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+        assert len(calls) == made
+        calls.clear()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_time_steps_keep_nothing_stale_and_no_graph_where_none_is_wanted():
+    torch.manual_seed(0)
+    layer, x = nc.Linear(6, 6, slots=5, heads=2), torch.randn(4, 6)
+    with nc.cached(layer, unrolled=True):
+        with torch.no_grad():
+            stepped(layer, x)
+        stepped(layer, x).sum().backward()
+        assert all(parameter.grad.any() for parameter in layer.parameters())
+        with pytest.raises(RuntimeError, match="second time"):
+            stepped(layer, x).sum().backward()
+        with torch.no_grad():
+            layer.memory.left_key_bias.add_(1.0)
+        changed = stepped(layer, x)
+    torch.testing.assert_close(changed, stepped(layer, x))
+
+
 @pytest.mark.slow
 def test_under_compile_torch_func_inference_mode_and_autocast():
     network, x = model(heads=3), torch.randn(4, 2, 4, 4)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import neurocoder as nc
 from neurocoder_lab.errors import LabError
+from neurocoder_lab.experiments import algorithms
 from neurocoder_lab.provenance import source
 from neurocoder_lab.store import make_folder, write_json
 
@@ -133,6 +134,29 @@ def polynomial_head(repeats: int) -> dict[str, dict[str, float]]:
     return {"polynomial head 8x1, 5,120 rows, over nn.GRU(2, 32)": ratios(times)}
 
 
+def turing(repeats: int, steps: int = 20, rows: int = algorithms.BATCH) -> dict[str, dict[str, float]]:
+    """A time step of the Neural Turing Machine, plain and with each method in its interface, over an LSTM cell's."""
+    cell = nn.LSTMCell(30, 200)
+
+    def unrolled(x: Tensor) -> Tensor:
+        state, hidden = None, []
+        for step in x.unbind(1):
+            state = cell(step, state)
+            hidden.append(state[0])
+        return torch.stack(hidden)
+
+    contestants = {"dense": stepper(cell, torch.randn(rows, steps, 30), unrolled)}
+    for model in algorithms.MODELS:
+        x = torch.randn(rows, steps, algorithms.WIDTH)
+        contestants[algorithms.NAMES[model]] = stepper(algorithms.build(model, hidden=200), x)
+    times = interleave(contestants, repeats)
+    what = f"NTM, LSTM 200, memory 128x20, {rows} rows"
+    return {
+        f"time steps a second, {what}": {name: round(1e3 * steps / time) for name, time in times.items()},
+        f"{what}, over nn.LSTMCell(30, 200)": ratios(times),
+    }
+
+
 def peers(repeats: int, width: int = 1024, rows: int = 1024) -> dict[str, dict[str, float]]:
     """The other layers: those that send rows to parts on many rows, those that mix on a small batch."""
     many, few = torch.randn(rows, width, requires_grad=True), torch.randn(BATCH, width, requires_grad=True)
@@ -228,6 +252,7 @@ def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -
         lambda: linear_layers(widths, repeats, compiled),
         lambda: convolutions(repeats),
         lambda: polynomial_head(repeats),
+        lambda: turing(repeats),
         lambda: inference(repeats),
         lambda: memory(2048),
         lambda: peers(repeats),

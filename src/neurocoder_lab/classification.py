@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import Literal
 
 import torch
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder_lab.data import Examples
-from neurocoder_lab.errors import LabError
 from neurocoder_lab.task import Config, Task
 
 AT_ONCE = 500  # images in one forward when measuring
@@ -35,8 +33,7 @@ class ImageConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_counts("epochs", "examples")
-        if self.rate is not None and not 0 < self.rate < inf:
-            raise LabError(f"rate must be a positive number, got {self.rate}")
+        self.check_positive("rate")
 
 
 def normalise(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -76,12 +76,12 @@ def dots(
     """A row of means with standard deviations for each name, one at every place; the paper's hollow beside ours."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.4))
-        axes = figure.subplots()
+        axes, apart = figure.subplots(), min(0.24, 0.8 / len(named))
         for index, (name, colour) in enumerate(zip(named, COLOURS, strict=False)):
             for side, (values, hollow) in enumerate(((named[name], False), (theirs.get(name, []), True))):
                 known = [(place, *value) for place, value in enumerate(values) if value is not None]
                 if known:
-                    x = [place + (index - (len(named) - 1) / 2) * 0.24 + side * 0.09 for place, _, _ in known]
+                    x = [place + (index - (len(named) - 1) / 2) * apart + side * 0.09 for place, _, _ in known]
                     axes.errorbar(
                         x, [mean for _, mean, _ in known], [std for _, _, std in known], fmt="o", color=colour,
                         markerfacecolor="none" if hollow else colour, alpha=0.6 if hollow else 1, markersize=5,
@@ -148,6 +148,33 @@ def attention(example: dict) -> str:
         for axes in (upper, lower):
             for chunk in range(1, example["chunks"]):
                 axes.axvline(chunk * points / example["chunks"], color="#2fbf4f", linestyle="--", linewidth=1)
+        return svg(figure)
+
+
+def over_time(examples: list[dict], names: list[str]) -> str:
+    """What each step of some sequences uses of the programs; above, what the steps are for, which lines part.
+
+    Args:
+        examples: of each sequence, `use` (a row of shares a step) and `phases` (a number a step).
+        names: of the phases, by number.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.7 * len(examples)), layout="constrained")
+        highest, shades = max(max(map(max, example["use"])) for example in examples), []
+        for axes, example in zip(figure.subplots(len(examples), 1, squeeze=False)[:, 0], examples, strict=True):
+            columns, phases = [*zip(*example["use"], strict=True)], example["phases"]
+            extent = (0.5, len(phases) + 0.5, len(columns) + 0.5, 0.5)
+            look = {"cmap": "viridis", "vmin": 0, "vmax": highest, "interpolation": "nearest"}
+            shades.append(axes.imshow(columns, aspect="auto", extent=extent, **look))
+            starts = [step for step, phase in enumerate(phases) if step == 0 or phase != phases[step - 1]]
+            for start, end in zip(starts, [*starts[1:], len(phases)], strict=True):
+                axes.text((start + end) / 2 + 0.5, 0, names[phases[start]], rotation=60, fontsize=8)
+                if start:
+                    axes.axvline(start + 0.5, color="white", linewidth=1)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set_ylabel("program")
+        figure.axes[-1].set_xlabel("step of the sequence")
+        figure.colorbar(shades[0], ax=figure.axes, label="share of use", pad=0.01)
         return svg(figure)
 
 

@@ -128,15 +128,3 @@ class ActorCritic(nn.Module):
         )  # fmt: skip
         self.lstm = nn.LSTMCell(1024, 512)
         self.policy, self.value = nn.Linear(512, actions), nn.Linear(512, 1)
-
-
-class TuringMachine(nn.Module):
-    """The parts of an NTM with parameters: controller, interface to a memory of 128 x 20, output; for counting."""
-
-    def __init__(self, controller: int = 200, inputs: int = 10, outputs: int = 8, width: int = 20):
-        super().__init__()
-        self.controller = nn.LSTMCell(inputs + width, controller)
-        read = width + 6  # key; strength, gate, three shifts, sharpening
-        self.interface = nn.Linear(controller, read + read + 2 * width)  # the write head also erases and adds
-        self.output = nn.Linear(controller + width, outputs)
-        self.memory = nn.Parameter(torch.zeros(128, width))

@@ -23,10 +23,11 @@ import neurocoder as nc
 from neurocoder_lab import networks, results
 from neurocoder_lab.continual import digits
 from neurocoder_lab.errors import guarded
-from neurocoder_lab.experiments import cifar, split_cifar
+from neurocoder_lab.experiments import algorithms, cifar, split_cifar
 from neurocoder_lab.provenance import source
 from neurocoder_lab.rules.neurocoder import TOLERANCE
 from neurocoder_lab.store import make_folder
+from neurocoder_lab.turing import TuringMachine
 
 AUTHORS: dict[str, Any] = {"compat": "authors"}
 CIFAR, MOE, NSM = (cifar.PEERS[name] for name in ("neurocoder", "moe", "nsm"))
@@ -74,7 +75,8 @@ def _both(make: Callable[[int], nn.Module]) -> tuple[Callable[[], nn.Module], ..
 def cells() -> list[Cell]:
     mlp = _both(lambda classes: networks.mlp(3072, 512, 256, classes))
     lenet, densenet = _both(networks.lenet), _both(networks.densenet)
-    atari, ntm = (networks.ActorCritic,), (networks.TuringMachine,)
+    atari, ntm = (networks.ActorCritic,), (lambda: TuringMachine(algorithms.WIDTH, algorithms.BITS),)
+    interface = algorithms.INTERFACES
     split = (lambda: networks.mlp(1024, 256, 256, 2),)
     resnet = _both(lambda classes: nn.Sequential(networks.resnet18(), networks.mlp(1000, 512, 256, classes)))
     every, last = "*", lambda name, module: isinstance(module, nn.Linear) and module.out_features in (10, 100)
@@ -110,11 +112,11 @@ def cells() -> list[Cell]:
              "512 scales for each of policy and value, one layer"),
         Cell("Atari LSTM", "Neurocoder", 3.3e6, atari, heads,
              {"slots": 80, "heads": 15, "key_dim": 3, "residual": True} | AUTHORS, "policy and value, with residual"),
-        Cell("algorithms NTM", "original", 308e3, ntm, note="LSTM 200, memory 128 x 20 (an LSTM of 250: 308K)"),
-        Cell("algorithms NTM", "NSM", 264e3, ntm, "interface", NSM, "interface layer, controller as above"),
-        Cell("algorithms NTM", "FiLM", 254e3, ntm, "interface", {"layer": nc.peers.FiLM}, "interface layer"),
+        Cell("algorithms NTM", "original", 308e3, ntm, note="LSTM 200, memory 128 x 20 (an LSTM of 250: 311K)"),
+        Cell("algorithms NTM", "NSM", 264e3, ntm, "interface", interface["nsm"], "interface layer, same controller"),
+        Cell("algorithms NTM", "FiLM", 254e3, ntm, "interface", interface["film"], "interface layer"),
         Cell("algorithms NTM", "Neurocoder", 255e3, ntm, "interface",
-             {"slots": 30, "heads": 5, "key_dim": 5, "residual": True} | AUTHORS, "interface layer, with residual"),
+             interface["neurocoder"] | AUTHORS, "interface layer, with residual"),
         Cell("Split MNIST MLP", "original", 328e3, split, note="1024-256-256-2"),
         Cell("Split MNIST MLP", "NSM", 2.3e6, split, every, NSM | {"programs": 5, "key_dim": 5},
              "5 programs: 5 x 328,706 + queries 6 x 1,539 + keys 75; the authors' 2,295,920 count unused networks"),

@@ -4,7 +4,8 @@
 
 One thread. A step is forward, backward with what the layers want added, and Adam, on a batch as in training. A round
 times a step of every variant, one after the other; a ratio is the median of a variant's times over the median of the
-plain network's in the same rounds. Every seed draws weights and inputs anew. DenseNet has a tenth of the rounds.
+plain network's in the same rounds. Every seed draws weights and inputs anew. DenseNet has a tenth of the rounds. Of
+recurrent networks the time steps a second are told, too.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from torch.nn import functional as F
 import neurocoder as nc
 from neurocoder_lab import results
 from neurocoder_lab.bench import interleave
+from neurocoder_lab.chains import chains
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.experiments import cifar, polynomial
+from neurocoder_lab.experiments import algorithms, cifar, polynomial
 from neurocoder_lab.provenance import source
 
-Name = Literal["mlp", "lenet", "densenet", "polynomial-gru"]
+Name = Literal["mlp", "lenet", "densenet", "polynomial-gru", "ntm"]
 NETWORKS: tuple[Name, ...] = get_args(Name)
 LIGHT: dict[str, dict[str, Any]] = {
     "hypernet": {"layer": nc.peers.HyperLinear},
@@ -45,6 +47,7 @@ GRU: dict[str, polynomial.Model] = {
     "film": "film",
     "neurocoder": "neurocoder-multi",
 }
+NTM: dict[str, algorithms.Model] = {model: model for model in algorithms.MODELS if model != "ntm"}
 DEPTH = 100  # of the DenseNet
 
 
@@ -52,6 +55,8 @@ def variants(network: Name) -> Mapping[str, Callable[[], nn.Module]]:
     """What makes each, the plain network first."""
     if network == "polynomial-gru":
         return {name: partial(polynomial.build, model) for name, model in GRU.items()}
+    if network == "ntm":
+        return {name: partial(algorithms.build, model) for name, model in ({"original": "ntm"} | NTM).items()}
     models = [model for model in cifar.MODELS if network == "lenet" or not model.endswith("all-dense")]
     made = {model: partial(cifar.build, network, 10, model, depth=DEPTH) for model in models}
     return made | {name: partial(cifar.recoded, network, 10, DEPTH, **options) for name, options in LIGHT.items()}
@@ -61,6 +66,9 @@ def batch(network: Name) -> tuple[Tensor, Tensor]:
     """Inputs and targets like those of its experiment."""
     if network == "polynomial-gru":
         return polynomial.sequences(polynomial.BATCH, polynomial.CHUNKS, 0.0)
+    if network == "ntm":
+        x, y, _ = chains(algorithms.BATCH, tasks=2)
+        return x, y
     rows = cifar.BATCH[network]
     return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
 
@@ -87,12 +95,14 @@ def compare(network: Name, repeats: int, seed: int) -> dict[str, dict[str, float
     models = {name: make() for name, make in variants(network).items()}
     x, y = batch(network)
     times = interleave({name: stepper(model, x, y) for name, model in models.items()}, repeats)
+    length = x.shape[1] if x.dim() == 3 else None  # of sequences
     return {
         name: {
             "step_ratio": times[name] / times["original"],
             "milliseconds": times[name],
             "parameters": sum(p.numel() for p in model.parameters()),
         }
+        | ({} if length is None else {"time_steps": 1e3 * length / times[name]})
         for name, model in models.items()
     }
 
@@ -106,7 +116,7 @@ def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | No
     torch.set_num_threads(1)
     about = source() | {"versions": {"torch": torch.__version__}, "python": platform.python_version(),
                         "machine": platform.machine(), "threads": 1}  # fmt: skip
-    table = Table("network", "variant", "step, ms", "over the plain network", "parameters")
+    table = Table("network", "variant", "step, ms", "over the plain network", "parameters", "time steps a second")
     for column in table.columns[2:]:
         column.justify = "right"
     for network in networks:
@@ -115,7 +125,9 @@ def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | No
         for name in measured[0]:
             ratios, times = ([one[name][metric] for one in measured] for metric in ("step_ratio", "milliseconds"))
             span = f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            table.add_row(network, name, f"{mean(times):.1f}", span, f"{measured[0][name]['parameters']:,}")
+            size, lengths = f"{measured[0][name]['parameters']:,}", [one[name].get("time_steps", 0) for one in measured]
+            told = f"{mean(lengths):,.0f}" if any(lengths) else "-"
+            table.add_row(network, name, f"{mean(times):.1f}", span, size, told)
         if out is not None:
             runs = [
                 {

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,13 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LabError(f"{name} must be at least 1, got {value}")
+
+    def check_positive(self, *names: str) -> None:
+        """Raise unless each of these settings, where it is given, is a positive number."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise LabError(f"{name} must be a positive number, got {value}")
 
 
 class Task:
@@ -92,10 +100,12 @@ class Task:
         part = len(tensors[0]) // count
         return [tensor[at * part : (at + 1) * part].to(self.accelerator.device) for tensor in tensors]
 
-    def learn(self, loss: Tensor) -> None:
-        """One step of the optimiser."""
+    def learn(self, loss: Tensor, clip: float | None = None) -> None:
+        """One step of the optimiser; every number of a gradient is kept between -clip and clip."""
         self.optimiser.zero_grad()
         self.accelerator.backward(loss)
+        if clip is not None:
+            self.accelerator.clip_grad_value_(self.model.parameters(), clip)
         self.optimiser.step()
 
 

@@ -144,7 +144,7 @@ def test_a_table_tells_the_tuned_penalties_beside_plain_training():
         (["split-mnist", "--method", "adam", "--penalty", "3"], "adam has no penalty"),
         (["split-mnist", "--examples", "3"], "--examples 3 are too few"),
         (["split-cifar", "--weights", "some"], "no other backbone does"),
-        (["split-cifar", "--rate", "0"], "rate must be positive"),
+        (["split-cifar", "--rate", "0"], "rate must be a positive number"),
         (["split-cifar", "--backbone", "resnet18"], "resnet18 needs --weights"),
         (["split-cifar", "--backbone", "resnet18", "--weights", "nowhere"], "nowhere cannot be read"),
         (["split-cifar", "--penalty", "3"], "no penalty"),

@@ -1,4 +1,5 @@
-"""Keeping what does not depend on the input: `with nc.cached(model), torch.no_grad(): model(x)`."""
+"""Keeping what does not depend on the input: `with nc.cached(model), torch.no_grad(): model(x)`, and in training for
+the time steps of one forward: `with nc.cached(model, unrolled=True): model(x)`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from neurocoder.program.kept import Kept
 
 
 @contextmanager
-def cached(model: nn.Module) -> Iterator[None]:
+def cached(model: nn.Module, *, unrolled: bool = False) -> Iterator[None]:
     """Let every program-memory layer of `model` keep what does not depend on the input, such as the keys of its slots.
 
     For inference: it acts where gradients are off (`torch.no_grad`, `torch.inference_mode`). Elsewhere, and under
@@ -21,12 +22,17 @@ def cached(model: nn.Module) -> Iterator[None]:
     was written to, moved or replaced is noticed at the next call, and what came of it made anew; so is a step of any
     optimiser of `torch.optim`. What PyTorch itself does not count cannot be noticed, such as a write through `.data`
     (`p.data.copy_(...)`), through NumPy, or by another process: leave the block first.
+
+    Args:
+        unrolled: act where gradients are on, too, and keep the graph of what is kept. For one forward of a network that
+            calls a layer again and again, such as a recurrent one: keys are then made, and differentiated, once and
+            not at every time step. A second forward in the same block would share that graph: its backward fails.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"cached takes an nn.Module, got {type(model).__name__}")
     layers = [module for module in model.modules() if isinstance(module, Composer)]
     outer = [layer._kept for layer in layers]
-    kept = [Kept(layer) for layer in layers]
+    kept = [Kept(layer, unrolled) for layer in layers]
     for layer, own in zip(layers, kept, strict=True):
         layer._kept = own
     # fused optimisers write to parameters without raising their versions

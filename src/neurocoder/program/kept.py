@@ -21,11 +21,15 @@ def watched() -> bool:
 
 
 class Kept:
-    """What a layer with a memory and a controller made from its parameters, and how to see that one of them changed."""
+    """What a layer with a memory and a controller made from its parameters, and how to see that one of them changed.
 
-    def __init__(self, layer: Any):
-        self.layer = layer
-        self.made: dict[str, Any] = {}
+    Args:
+        graph: keep it with its graph where gradients are on; else nothing is kept there.
+    """
+
+    def __init__(self, layer: Any, graph: bool = False):
+        self.layer, self.graph = layer, graph
+        self.made: dict[tuple[str, bool], Any] = {}
         self.stamp: list[int] = []
         self.seen: list[Tensor] = []
         if any(tensor.is_inference() for tensor in self._tensors()):
@@ -36,7 +40,8 @@ class Kept:
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` gives: the same as before, unless a parameter changed or somebody takes derivatives."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or watched():
+        differentiable = torch.is_grad_enabled()
+        if (differentiable and not self.graph) or torch.compiler.is_compiling() or watched():
             return make()
         tensors, stamp = self._tensors(), []
         for tensor in tensors:
@@ -44,9 +49,9 @@ class Kept:
         if stamp != self.stamp:
             # An alias keeps the memory of what was seen: no other tensor can come to lie at the same address.
             self.made, self.stamp, self.seen = {}, stamp, [tensor.detach() for tensor in tensors]
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
+        if (name, differentiable) not in self.made:
+            self.made[name, differentiable] = make()
+        return self.made[name, differentiable]
 
     def _tensors(self) -> list[Tensor]:
         layer = self.layer

@@ -38,6 +38,10 @@ CATALOGUE = {
         "Neurocoder, Table 2 (Table 3 of the later appendix)",
         "MLP, LeNet and DenseNet on small pictures: plain, low-rank, MoE, NSM, and two Neurocoders",
     ),
+    "algorithms": Entry(
+        "Neurocoder, later appendix, Fig 7",
+        "a Neural Turing Machine solves chains of algorithmic tasks: five interfaces; longer tasks, and more of them",
+    ),
     "split-mnist": Entry(
         "Neurocoder, Tables 3 and 4",
         "five two-way digit tasks one after the other: MLP, NSM, Neurocoder with six methods against forgetting",

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder_lab import figures
-from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import Recurrent
 from neurocoder_lab.results import Runs, spread
 from neurocoder_lab.task import Config, Experiment, Grid, Picture, Table, Task
@@ -87,8 +86,7 @@ class Polynomial(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_counts("iterations")
-        if self.rate is not None and not self.rate > 0:
-            raise LabError(f"rate must be positive, got {self.rate}")
+        self.check_positive("rate")
 
 
 def sequences(count: int, chunks: int, noise: float, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:

@@ -78,8 +78,7 @@ class SplitCifar(StreamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rate is not None and not self.rate > 0:
-            raise LabError(f"rate must be positive, got {self.rate}")
+        self.check_positive("rate")
         check_form(self, self.model, recoded=self.model != "plain")
         if self.method == "none" and self.penalty:
             raise LabError("without a method there is no penalty to choose a strength for")

@@ -9,7 +9,7 @@ __all__ = ["COUNTED", "LEVEL", "Rule", "Verdict", "rules"]
 
 COUNTED = {  # results that are no experiment's, and what they measure
     "parameters": ("parameters", "paper", "away"),
-    "speed": ("step_ratio", "milliseconds", "parameters"),
+    "speed": ("step_ratio", "milliseconds", "parameters", "time_steps"),
 }
 
 
