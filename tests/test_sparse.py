@@ -137,6 +137,17 @@ def test_product_keys_find_the_best_of_all(side, count, seed):
     assert torch.equal(whole[:, side * (side - 1)], half[:, 0, -1] + half[:, 1, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_some_rows_both_ways(dtype, monkeypatch):
+    torch.manual_seed(0)
+    x, bank, slots = torch.randn(5, 7, dtype=dtype), torch.randn(9, 7, dtype=dtype), torch.randint(9, (5, 4))
+    slots[:, 1] = slots[:, 0]  # two heads may read the same slot
+    wanted = torch.einsum("yi,ysi->ys", x, bank[slots])
+    for samples in (gather._samples, lambda: False):
+        monkeypatch.setattr(gather, "_samples", samples)
+        torch.testing.assert_close(gather._products(x, bank, slots), wanted)
+
+
 def test_one_slot_of_one_choice_is_its_rank_one_product():
     """Where the cleverness vanishes: each head adds its best slot, by its singular value."""
     torch.manual_seed(0)

@@ -5,7 +5,9 @@ Shapes: see `neurocoder.functional`; k slots that a component reads, S = R * k o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -22,23 +24,48 @@ _FEWEST = 8  # blocks: fewer are not worth a search
 _SCANNED = 1024  # slots that it scores at a time
 
 
-def read(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
+Read = tuple[Tensor, Tensor]  # slots, and attention to them
+
+
+class Places:
+    """The slots that each row reads, (Y, S), and who reads each of them: found out once, however many ask."""
+
+    def __init__(self, slots_YS: Tensor):
+        self.slots_YS = slots_YS
+
+    @cached_property
+    def readers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The slots that anybody reads, in order; where the readers of each start in the list of all; that list; and
+        which place of `slots_YS` each of it was."""
+        at, order = self.slots_YS.flatten().sort()
+        rows, counts = torch.unique_consecutive(at, return_counts=True)
+        return rows, counts.cumsum(0) - counts, order // max(1, self.slots_YS.shape[1]), order
+
+
+def read(x_YI: Tensor, bank_PI: Tensor, places: Places, sparse: bool) -> Tensor:
     """The product of each row of x with its rows of the bank: (Y, S)."""
     if _plainly() or x_YI.dtype != bank_PI.dtype:
-        return (_rows(bank_PI, slots_YS, sparse) * x_YI[:, None]).sum(-1)
-    return _Read.apply(x_YI, bank_PI, slots_YS, sparse)  # pyright: ignore[reportReturnType]
+        return (_rows(bank_PI, places.slots_YS, sparse) * x_YI[:, None]).sum(-1)
+    return _Read.apply(x_YI, bank_PI, places, sparse)  # pyright: ignore[reportReturnType]
 
 
-def write(weight_YS: Tensor, bank_PO: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
+def write(weight_YS: Tensor, bank_PO: Tensor, places: Places, sparse: bool) -> Tensor:
     """The sum of the rows of the bank, by their weights: (Y, O)."""
     if _plainly() or weight_YS.dtype != bank_PO.dtype:
-        return (_rows(bank_PO, slots_YS, sparse) * weight_YS[..., None]).sum(1)
-    return _Write.apply(weight_YS, bank_PO, slots_YS, sparse)  # pyright: ignore[reportReturnType]
+        return (_rows(bank_PO, places.slots_YS, sparse) * weight_YS[..., None]).sum(1)
+    return _Write.apply(weight_YS, bank_PO, places, sparse)  # pyright: ignore[reportReturnType]
 
 
-def by_row(part_kRN: Tensor) -> Tensor:
-    """What belongs to the slots that each row reads, (N, R * k)."""
-    return part_kRN.permute(2, 1, 0).flatten(1)
+def spread(reads: list[Read], to_rows: Callable[[Tensor], Tensor]) -> list[tuple[Places, Tensor]]:
+    """Of slots and weights (k, R, N), those that each row of x reads, (Y, R * k); the same is spread once."""
+    done: list[tuple[Places, Tensor]] = []
+    for at, (slots_kRN, weight_kRN) in enumerate(reads):
+        if at and slots_kRN is reads[0][0]:
+            done.append(done[0])
+            continue
+        slots_YS, weight_YS = (to_rows(part.permute(2, 1, 0).flatten(1)) for part in (slots_kRN, weight_kRN))
+        done.append((Places(slots_YS), weight_YS))
+    return done
 
 
 @torch.no_grad()
@@ -74,7 +101,7 @@ def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> Tensor:
 
 def attend(
     query_MKRN: Tensor, memory: ProgramMemory, how: Addressing, sharpness: float, sharp_keys: Callable
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Read]:
     """Of the left, the right and the value memory, the slots that are read and the attention to them, each (k, R, N):
     a softmax over those alone."""
     with torch.no_grad():  # the keys of slots that are not read need no gradient
@@ -118,39 +145,46 @@ def _plainly() -> bool:
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_YI, bank_PI, slots_YS, sparse):
-        ctx.save_for_backward(x_YI, bank_PI, slots_YS)
-        ctx.sparse = sparse
-        return _products(x_YI, bank_PI, slots_YS)
+    def forward(ctx, x_YI, bank_PI, places, sparse):
+        ctx.save_for_backward(x_YI, bank_PI)
+        ctx.places, ctx.sparse = places, sparse
+        return _products(x_YI, bank_PI, places.slots_YS)
 
     @staticmethod
     def backward(ctx, *d_outputs):
         (d_YS,) = d_outputs
-        x_YI, bank_PI, slots_YS = ctx.saved_tensors
-        d_x = write(d_YS, bank_PI, slots_YS, ctx.sparse) if ctx.needs_input_grad[0] else None
-        d_bank = _outer(d_YS, x_YI, bank_PI, slots_YS, ctx.sparse) if ctx.needs_input_grad[1] else None
+        x_YI, bank_PI = ctx.saved_tensors
+        d_x = write(d_YS, bank_PI, ctx.places, ctx.sparse) if ctx.needs_input_grad[0] else None
+        d_bank = _outer(d_YS, x_YI, bank_PI, ctx.places, ctx.sparse) if ctx.needs_input_grad[1] else None
         return d_x, d_bank, None, None
 
 
 class _Write(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight_YS, bank_PO, slots_YS, sparse):
-        ctx.save_for_backward(weight_YS, bank_PO, slots_YS)
-        ctx.sparse = sparse
-        return F.embedding_bag(slots_YS, bank_PO, per_sample_weights=weight_YS, mode="sum")
+    def forward(ctx, weight_YS, bank_PO, places, sparse):
+        ctx.save_for_backward(weight_YS, bank_PO)
+        ctx.places, ctx.sparse = places, sparse
+        return _sums(places.slots_YS, bank_PO, weight_YS)
 
     @staticmethod
     def backward(ctx, *d_outputs):
         (d_YO,) = d_outputs
-        weight_YS, bank_PO, slots_YS = ctx.saved_tensors
-        d_weight = read(d_YO, bank_PO, slots_YS, ctx.sparse) if ctx.needs_input_grad[0] else None
-        d_bank = _outer(weight_YS, d_YO, bank_PO, slots_YS, ctx.sparse) if ctx.needs_input_grad[1] else None
+        weight_YS, bank_PO = ctx.saved_tensors
+        d_weight = read(d_YO, bank_PO, ctx.places, ctx.sparse) if ctx.needs_input_grad[0] else None
+        d_bank = _outer(weight_YS, d_YO, bank_PO, ctx.places, ctx.sparse) if ctx.needs_input_grad[1] else None
         return d_weight, d_bank, None, None
 
 
 def _products(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor) -> Tensor:
-    """As many rows at a time as the cache holds: gathered rows never go to main memory."""
+    """Where PyTorch can, as a product of which only some entries are computed; else by gathering as many rows at a time
+    as the cache holds."""
     count, each = slots_YS.shape
+    if x_YI.is_cpu and count and 0 < each <= len(bank_PI) and _samples():
+        starts = torch.arange(0, count * each + 1, each)
+        wanted = torch.sparse_csr_tensor(
+            starts, slots_YS.flatten(), x_YI.new_zeros(count * each), (count, len(bank_PI)), check_invariants=False
+        )
+        return torch.sparse.sampled_addmm(wanted, x_YI, bank_PI.t(), beta=0.0).values().view(count, each)
     some = max(1, _BLOCK // max(1, each * bank_PI.shape[1]))
     buffer = bank_PI.new_empty(min(some, count) * each, bank_PI.shape[1])
     product_YS = torch.empty(slots_YS.shape, dtype=bank_PI.dtype, device=bank_PI.device)
@@ -161,16 +195,34 @@ def _products(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor) -> Tensor:
     return product_YS
 
 
-def _outer(weight_YS: Tensor, x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor, sparse: bool) -> Tensor:
+@cache
+def _samples() -> bool:
+    """Whether this build computes some entries of a product by themselves. Asked once: the first tensor of this layout
+    in a process warns that it is in beta."""
+    if not torch.backends.mkl.is_available():
+        return False
+    with warnings.catch_warnings(action="ignore"):
+        one = torch.ones(1, dtype=torch.long)
+        wanted = torch.sparse_csr_tensor(torch.arange(2), one - 1, torch.zeros(1), (1, 1))
+        try:
+            torch.sparse.sampled_addmm(wanted, torch.ones(1, 1), torch.ones(1, 1), beta=0.0)
+        except RuntimeError:
+            return False
+    return True
+
+
+def _sums(rows: Tensor, table: Tensor, weights: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Sums of rows of the table by their weights; detached, since there is no derivative to take."""
+    return F.embedding_bag(rows, table.detach(), starts, per_sample_weights=weights.detach(), mode="sum")
+
+
+def _outer(weight_YS: Tensor, x_YI: Tensor, bank_PI: Tensor, places: Places, sparse: bool) -> Tensor:
     """The gradient of the bank: what each row was weighed by, times what it met, added up over those that read it."""
     if torch.is_grad_enabled():  # somebody wants derivatives of it
         values = (weight_YS[..., None] * x_YI[:, None]).flatten(0, 1)
-        return torch.zeros_like(bank_PI).index_add(0, slots_YS.flatten(), values)
-    at, order = slots_YS.flatten().sort()
-    rows, counts = torch.unique_consecutive(at, return_counts=True)
-    weights = weight_YS.flatten()[order]
-    starts, readers = counts.cumsum(0) - counts, order // max(1, slots_YS.shape[1])
-    values = F.embedding_bag(readers, x_YI, starts, per_sample_weights=weights, mode="sum")
+        return torch.zeros_like(bank_PI).index_add(0, places.slots_YS.flatten(), values)
+    rows, starts, readers, order = places.readers
+    values = _sums(readers, x_YI, weight_YS.flatten()[order], starts)
     if not sparse:
         return torch.zeros_like(bank_PI).index_copy_(0, rows, values)
     return torch.sparse_coo_tensor(rows[None], values, bank_PI.shape, check_invariants=False, is_coalesced=True)

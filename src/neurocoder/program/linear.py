@@ -5,6 +5,7 @@ Shapes: see `neurocoder.functional`; Y rows of x, of which X share each of the N
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
 from typing import Unpack
 
@@ -179,14 +180,12 @@ class Linear(ProgramLayer):
             reads = gather.attend(query, memory, how, self.sharpness, self._sharp_keys)
             sigma_RN = add_up(gather.values(memory.column, *reads[2], how.sparse), self.rules.order)
             residual_N = residual_scale(opening_N, sigma_RN, self.rules.order)
-            (left_YS, w_YS), (right_YS, v_YS) = (
-                tuple(self.spread(gather.by_row(part), x_YI) for part in bank) for bank in reads[:2]
-            )
+            (left, w_YS), (right, v_YS) = gather.spread(reads[:2], partial(self.spread, x_YI=x_YI))
             sigma_YR = self.spread(sigma_RN.t(), x_YI)
-            read_YS = gather.read(x_YI.to(query.dtype), memory.left, left_YS, how.sparse) * w_YS
+            read_YS = gather.read(x_YI.to(query.dtype), memory.left, left, how.sparse) * w_YS
             part_YR = read_YS.unflatten(1, (sigma_YR.shape[1], -1)).sum(2) * sigma_YR * self.gain
             part_YS = part_YR.repeat_interleave(how.top_k, 1) * v_YS
-            y = gather.write(part_YS, memory.right, right_YS, how.sparse)
+            y = gather.write(part_YS, memory.right, right, how.sparse)
             y = y if self.bias is None else y + self.bias
         y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
         return y, None if residual_N is None else self.spread(residual_N, x_YI)
