@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes
 from neurocoder.dispatch import Dispatch
-from neurocoder.functional import autocasting
 from neurocoder.modular.layers import Linear
+from neurocoder.precision import autocasting
 
 
 class GRU(nn.Module):

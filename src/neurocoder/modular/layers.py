@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from neurocoder.conditional import Conditional, check_sizes, register
 from neurocoder.dispatch import Dispatch, check_dispatch, send
-from neurocoder.functional import full_precision
 from neurocoder.modular.route import Route
+from neurocoder.precision import full_precision
 from neurocoder.records import Choice
 
 Combine = Literal["sum", "concatenate"]
