@@ -82,7 +82,8 @@ class _InBlocks(torch.autograd.Function):
             return *_backward(d_loss_N, x_NJ, weight_OJ, target_N, norm_N), None
 
     @staticmethod
-    def jvp(ctx, d_x: Tensor | None, d_weight: Tensor | None, _):
+    def jvp(ctx, *tangents: Tensor | None):
+        d_x, d_weight, _ = tangents
         x_NJ, weight_OJ, target_N = ctx.saved_tensors[:3]
         along = (
             torch.zeros_like(x_NJ) if d_x is None else d_x,
@@ -91,8 +92,9 @@ class _InBlocks(torch.autograd.Function):
         return torch.func.jvp(lambda x, w: _plain(x, w, target_N), (x_NJ, weight_OJ), along)[1], None
 
     @staticmethod
-    def vmap(info, in_dims, x: Tensor, weight: Tensor, target: Tensor):
+    def vmap(info, in_dims, *inputs: Tensor):
         """Mapped rows are so many more rows; a mapped weight makes a call each."""
+        x, weight, target = inputs
 
         def members(value: Tensor, dim: int | None) -> Tensor:
             return value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
