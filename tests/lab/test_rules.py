@@ -10,7 +10,7 @@ from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
 
 EXISTING = {*experiments.NAMES, *COUNTED}
-PLANNED = {"atari", "algorithms", "penn-treebank", "toy-regression", "modular-cifar"}
+PLANNED = {"atari", "algorithms"}
 
 NOT_JUDGED = {"forgetting"}  # ours, and no claim of a paper
 
