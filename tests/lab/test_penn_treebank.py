@@ -1,12 +1,14 @@
 """The experiment penn-treebank: how text is cut and carried on, what modules tell of words, small runs of its rows."""
 
 import json
+import time
 from math import log
 
 import pytest
 import torch
 
-from neurocoder_lab import contexts, data
+from neurocoder.modular.training import ViterbiEM
+from neurocoder_lab import contexts, data, speed
 from neurocoder_lab.cli import main
 from neurocoder_lab.data import segments, streams
 from neurocoder_lab.errors import LabError
@@ -170,6 +172,19 @@ def test_stopped_and_resumed_it_is_the_same_run(tmp_path, monkeypatch, method):
     config = PennTreebank(method=method, modules=5, iterations=22, m_steps=4)
     final = same_when_stopped(EXPERIMENT, config, tmp_path, monkeypatch, at=13)
     assert len(final["controller"]) == 4
+
+
+def test_an_iteration_can_be_timed_with_its_share_of_an_e_step(monkeypatch):
+    monkeypatch.setattr(speed, "WORDS", 30)
+    monkeypatch.setattr(penn_treebank, "BATCH", 4)
+    found = speed.compare("penn-treebank", repeats=1, seed=0)
+    assert {*found} == {*speed.TREEBANK}
+    assert found["original"]["step_ratio"] == 1.0
+    model, tried = WordModel(30, "em", 5, 1), []
+    monkeypatch.setattr(ViterbiEM, "expect", lambda *given: tried.append(given) or time.sleep(0.3))
+    spent = speed.reader(model, *speed.batch("penn-treebank"), "em")()
+    assert len(tried) == 1
+    assert 0.02 < spent < 0.3  # a fifteenth of it counts
 
 
 def test_a_sweep_has_the_twelve_rows_and_all_learn_at_the_rate_of_the_baseline(monkeypatch):
