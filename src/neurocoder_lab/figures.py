@@ -48,13 +48,17 @@ def curves(named: dict[str, Curve], label: str, log: bool = True, over: str = "t
     return panels({label: named}, log, over)
 
 
-def panels(parts: dict[str, dict[str, Curve]], log: bool = False, over: str = "training steps") -> str:
-    """Curves of the same names side by side, one panel for each label of the vertical axis."""
+def panels(parts: dict[str, dict[str, Curve]], log: bool = False, over: str = "training steps", skip: int = 0) -> str:
+    """Curves of the same names side by side, one panel for each label of the vertical axis.
+
+    Args:
+        skip: colours to leave to what is not shown; the first is for what is plain.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6 if len(parts) == 1 else 3.0))
         every = figure.subplots(1, len(parts), squeeze=False)[0]
         for axes, (label, named) in zip(every, parts.items(), strict=True):
-            _lines(axes, named, log)
+            _lines(axes, named, log, skip)
             axes.set_xlabel(over)
             axes.set_ylabel(label)
         lines = every[0].get_legend_handles_labels()
@@ -63,12 +67,13 @@ def panels(parts: dict[str, dict[str, Curve]], log: bool = False, over: str = "t
         return svg(figure)
 
 
-def _lines(axes: Axes, named: dict[str, Curve], log: bool) -> None:
-    for index, (name, (steps, means, stds)) in enumerate(named.items()):
+def _lines(axes: Axes, named: dict[str, Curve], log: bool, skip: int) -> None:
+    for index, (name, (steps, means, stds)) in enumerate(named.items(), skip):
         colour = COLOURS[index % len(COLOURS)]
         axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=DASHES[index % len(DASHES)])
-        low = [max(m - s, 1e-9) for m, s in zip(means, stds, strict=True)]
-        axes.fill_between(steps, low, [m + s for m, s in zip(means, stds, strict=True)], color=colour, alpha=0.2, lw=0)
+        low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
+        low = [max(value, 1e-9) for value in low] if log else low
+        axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
     if log:
         axes.set_yscale("log")
         for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):

@@ -217,20 +217,20 @@ def draw(runs: Runs) -> list[Picture]:
     """Figs 6 and 2."""
     pictures = []
 
-    def lines(metric: str, models: tuple[Model, ...]) -> dict[str, figures.Curve]:
-        curves = {NAMES[model]: runs.where(model=model).curve(metric) for model in models}
+    def lines(metric: str, names: dict[str, str]) -> dict[str, figures.Curve]:
+        curves = {name: runs.where(model=model).curve(metric) for model, name in names.items()}
         return {name: curve for name, curve in curves.items() if curve is not None}
 
-    models: tuple[Model, ...] = MODELS[:3]
-    if lines("train", models):
+    names = {model: NAMES[model] for model in ("baseline", "linear", "convolution")}
+    if lines("train", names):
         title = "Fig 6: test and training accuracy, mean ± std over seeds"
-        parts = {"test accuracy, %": lines("test", models), "training accuracy, %": lines("train", models)}
+        parts = {"test accuracy, %": lines("test", names), "training accuracy, %": lines("train", names)}
         pictures.append((title, figures.panels(parts)))
-    models = ("linear", "linear-5-steps", "linear-1-step")
-    if len(lines("h_b", models)) > 1:
-        title = "Gradient steps between E-steps: batch module selection entropy and training log-likelihood"
-        parts = {"H_b, nats": lines("h_b", models), "log-likelihood, nats": lines("log_likelihood", models)}
-        pictures.append((title, figures.panels(parts)))
+    names = {"linear": "15 steps", "linear-5-steps": "5 steps", "linear-1-step": "1 step"}
+    if len(lines("h_b", names)) > 1:
+        title = "Gradient steps between E-steps (linear controller): batch module selection entropy, log-likelihood"
+        parts = {"H_b, nats": lines("h_b", names), "log-likelihood, nats": lines("log_likelihood", names)}
+        pictures.append((title, figures.panels(parts, skip=1)))
     for run in runs.where(model="paths")[:1]:
         title = f"Fig 2: modules stored for the images that end on one path, for the {CLUSTERS} most common paths"
         found = {

@@ -314,7 +314,7 @@ def draw(runs: Runs) -> list[Picture]:
         if h_a:
             title = f"Fig 4, 1 of {modules} modules: entropies on a batch of held-out text, mean ± std over seeds"
             parts = {"H_a, nats (certain: 0)": h_a, f"H_b, nats (all used: {log(modules):.2f})": h_b}
-            pictures.append((title, figures.panels(parts, over="iterations")))
+            pictures.append((title, figures.panels(parts, over="iterations", skip=1)))
     for method in METHODS:
         for run in ran.get((method, 5, 1), Runs())[:1]:
             title = f"Fig 5, {_called((method, 5, 1))}: the controller's distribution at the words of two segments"

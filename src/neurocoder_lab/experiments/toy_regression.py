@@ -12,7 +12,7 @@ of 0.05 in the likelihood; EM draws 10 samples. The modules have no bias, as the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import cos, log, pi, sin
+from math import cos, log, log10, pi, sin
 from typing import Any, Literal
 
 import torch
@@ -50,6 +50,7 @@ HOW: dict[Model, tuple[Method, int]] = {  # the training, and gradient steps bet
 POINTS, HELD_OUT, BATCH, VARIANCE, RATE = 1000, 2000, 128, 0.05, 0.01
 MEANS = {"separate": 3.0, "overlapping": 1.0}
 ITERATIONS = {"smoke": 150, "desk": 7500, "paper": 7500}
+LOSSES = {"train_loss": "training loss", "held_out_loss": "held-out loss"}
 LEAST = 1e-8  # losses below it are drawn there
 
 
@@ -138,13 +139,7 @@ def solved(final: dict[str, float]) -> bool:
 
 
 def tabulate(runs: Runs) -> list[Table]:
-    metrics = {
-        "train_loss": "training loss",
-        "held_out_loss": "held-out loss",
-        "h_a": "H_a",
-        "h_b": f"H_b (ln 2 = {log(2):.3f})",
-        "log_likelihood": "log-likelihood",
-    }
+    metrics = LOSSES | {"h_a": "H_a", "h_b": f"H_b (ln 2 = {log(2):.3f})", "log_likelihood": "log-likelihood"}
     tables = []
     for setting in SETTINGS:
         rows = []
@@ -164,26 +159,26 @@ def draw(runs: Runs) -> list[Picture]:
     """Fig 3: entropies, and losses, over training."""
     pictures = []
     for setting in SETTINGS:
-        mine = runs.where(setting=setting)
-        lines = {
-            metric: {
-                NAMES[model]: curve for model in MODELS if (curve := mine.where(model=model).curve(metric)) is not None
-            }
-            for metric in ("h_a", "h_b", "train_loss", "held_out_loss")
-        }
-        if not lines["h_a"]:
-            continue
-        title = f"Fig 3a, {NAMES[setting]}: module selection entropies on all points, mean ± std over seeds"
-        parts = {"H_a, nats (certain: 0)": lines["h_a"], f"H_b, nats (both used: {log(2):.2f})": lines["h_b"]}
-        pictures.append((title, figures.panels(parts)))
-        title = f"Fig 3b, {NAMES[setting]}: squared error over the targets' variance (below {LEAST:g} drawn there)"
-        parts = {"training loss": _floored(lines["train_loss"]), "held-out loss": _floored(lines["held_out_loss"])}
-        pictures.append((title, figures.panels(parts, log=True)))
+        mine = Runs(run | {"curve": run["curve"] | _logarithms(run["curve"])} for run in runs.where(setting=setting))
+
+        def lines(metric: str, mine: Runs = mine) -> dict[str, figures.Curve]:
+            curves = {NAMES[model]: mine.where(model=model).curve(metric) for model in MODELS}
+            return {name: curve for name, curve in curves.items() if curve is not None}
+
+        if lines("h_a"):
+            title = f"Fig 3a, {NAMES[setting]}: module selection entropies on all points, mean ± std over seeds"
+            parts = {"H_a, nats (certain: 0)": lines("h_a"), f"H_b, nats (both used: {log(2):.2f})": lines("h_b")}
+            pictures.append((title, figures.panels(parts, skip=1)))
+            title = f"Fig 3b, {NAMES[setting]}: squared error over the targets' variance, its logarithm over seeds"
+            parts = {f"log10 of {name}": lines(f"log_{loss}") for loss, name in LOSSES.items()}
+            pictures.append((title, figures.panels(parts, skip=1)))
     return pictures
 
 
-def _floored(lines: dict[str, Any]) -> dict[str, Any]:
-    return {name: (steps, [max(m, LEAST) for m in means], stds) for name, (steps, means, stds) in lines.items()}
+def _logarithms(curve: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of the losses, whose seeds differ by orders of magnitude."""
+    known = [loss for loss in LOSSES if loss in curve]
+    return {f"log_{loss}": [log10(max(value, LEAST)) for value in curve[loss]] for loss in known}
 
 
 EXPERIMENT = Experiment(
