@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from neurocoder_lab.results import Curve
+
 INK = "#123457"  # replaced by the colour of the page's text
 COLOURS = ("#8a8f98", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")  # safe for colour-blind eyes
 DASHES = ("-", "--", "-.", (0, (1, 1)))
@@ -38,9 +40,6 @@ def svg(figure: Figure) -> str:
     body = body[body.index("<svg") :].replace(INK, "currentColor")
     body = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", body, count=1)
     return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1)
-
-
-Curve = tuple[list[int], list[float], list[float]]  # steps, means, standard deviations
 
 
 def curves(named: dict[str, Curve], label: str, log: bool = True, over: str = "training steps") -> str:

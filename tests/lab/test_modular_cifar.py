@@ -1,7 +1,5 @@
 """The experiment modular-cifar: sizes of its networks, clusters of paths, small runs, and what is shown of them."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,9 +7,9 @@ import neurocoder as nc
 from neurocoder_lab.experiments import modular_cifar
 from neurocoder_lab.experiments.modular_cifar import EXPERIMENT, MODELS, ModularCifar
 from neurocoder_lab.results import Runs
-from neurocoder_lab.run import execute, folder_of
+from neurocoder_lab.run import execute
 from tests.lab import pictures
-from tests.lab.stopped import same_when_stopped
+from tests.lab.small import distilled, same_when_stopped
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +67,8 @@ def test_clusters_are_those_who_end_alike():
 def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
     runs = Runs()
     for model in MODELS:
-        config = EXPERIMENT.resolve(ModularCifar(budget="smoke", model=model))
-        result = json.loads(json.dumps(execute(EXPERIMENT, config, tmp_path, quiet=True)))
-        lines = (folder_of(EXPERIMENT, config, tmp_path) / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        curve = {name: [row[name] for row in rows] for name in rows[0]}
-        runs.append({"config": vars(config), "curve": curve, **result})
-        final = result["final"]
+        runs.append(distilled(EXPERIMENT, ModularCifar(budget="smoke", model=model), tmp_path))
+        final = runs[-1]["final"]
         assert final["gap"] == pytest.approx(final["train"] - final["test"])
         assert ("h_b" in final) == (model != "baseline")
     assert {run["final"]["steps"] for run in runs} == {4}
@@ -87,9 +80,9 @@ def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
     assert all(picture.startswith("<svg") for _, picture in drawn)
 
 
-@pytest.mark.parametrize("model", ["baseline", "convolution"])
-def test_it_learns(tmp_path, model):
-    config = ModularCifar(model=model, epochs=25, examples=360, measure="validation", rate=0.01)
+@pytest.mark.parametrize(("model", "epochs"), [("baseline", 25), ("linear-5-steps", 60)])
+def test_it_learns(tmp_path, model, epochs):
+    config = ModularCifar(model=model, epochs=epochs, examples=360, measure="validation", rate=0.01)
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert final["train"] > 25  # chance: 10
     assert "test" not in final

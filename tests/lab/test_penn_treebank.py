@@ -1,6 +1,5 @@
 """The experiment penn-treebank: how text is cut and carried on, what modules tell of words, small runs of its rows."""
 
-import json
 import time
 from math import log
 
@@ -15,10 +14,10 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import penn_treebank
 from neurocoder_lab.experiments.penn_treebank import EXPERIMENT, ROWS, PennTreebank, WordModel
 from neurocoder_lab.results import Runs
-from neurocoder_lab.run import execute, folder_of
+from neurocoder_lab.run import execute
 from neurocoder_lab.sweep import grid
 from tests.lab import sentences
-from tests.lab.stopped import same_when_stopped
+from tests.lab.small import distilled, same_when_stopped
 
 
 @pytest.fixture(scope="module")
@@ -122,19 +121,12 @@ def test_classes_of_words_and_what_modules_tell_of_them():
     assert len(same["invoked_on"]) == 1
 
 
-def distilled(config, folder):
-    full = EXPERIMENT.resolve(config)
-    result = json.loads(json.dumps(execute(EXPERIMENT, config, folder, quiet=True)))
-    lines = (folder_of(EXPERIMENT, config, folder) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {"config": vars(full), "curve": {name: [row[name] for row in rows] for name in rows[0]}, **result}
-
-
 def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
     rows = [("em", 5, 1), ("em", 15, 1), ("reinforce", 5, 3), ("topk", 5, 1), ("fixed", 1, 1), ("fixed", 3, 3)]
     runs = Runs()
     for method, modules, choices in rows:
-        runs.append(distilled(PennTreebank(0, "smoke", method, modules, choices, iterations=16), tmp_path))
+        config = PennTreebank(0, "smoke", method, modules, choices, iterations=16)
+        runs.append(distilled(EXPERIMENT, config, tmp_path))
         final = runs[-1]["final"]
         assert 1 < final["test_perplexity"] < 100
         assert ("context_information" in final) == (method != "fixed" and choices == 1)

@@ -1,6 +1,5 @@
 """The experiment toy-regression: its data, its likelihood, small runs of every training, and what is shown of them."""
 
-import json
 from math import log, pi
 
 import pytest
@@ -12,8 +11,8 @@ from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import toy_regression
 from neurocoder_lab.experiments.toy_regression import EXPERIMENT, MODELS, ToyRegression
 from neurocoder_lab.results import Runs
-from neurocoder_lab.run import execute, folder_of
-from tests.lab.stopped import same_when_stopped
+from neurocoder_lab.run import execute
+from tests.lab.small import distilled, same_when_stopped
 
 
 def test_one_cluster_is_rotated_and_the_other_scaled():
@@ -44,14 +43,9 @@ def test_the_likelihood_sums_over_both_modules():
 def test_smoke_runs_of_every_training_and_what_is_shown(tmp_path):
     runs = Runs()
     for model in MODELS:
-        config = EXPERIMENT.resolve(ToyRegression(budget="smoke", model=model))
-        result = json.loads(json.dumps(execute(EXPERIMENT, config, tmp_path, quiet=True)))
-        assert {*EXPERIMENT.metrics} <= result["final"].keys()
-        rows = (folder_of(EXPERIMENT, config, tmp_path) / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(row) for row in rows]
-        runs.append(
-            {"config": vars(config), "curve": {name: [row[name] for row in rows] for name in rows[0]}, **result}
-        )
+        runs.append(distilled(EXPERIMENT, ToyRegression(budget="smoke", model=model), tmp_path))
+        assert {*EXPERIMENT.metrics} <= runs[-1]["final"].keys()
+        assert len(runs[-1]["curve"]["h_b"]) == 50
     assert {run["final"]["gradient_steps"] for run in runs} == {150}
     ((title, header, rows),) = toy_regression.tabulate(runs)
     assert title == "Toy regression, clusters apart, 150 gradient steps each"

@@ -43,6 +43,7 @@ NAMES = {
     "linear-1-step": "linear controller, 1 step between E-steps",
     "paths": "six layers, 1 of 3 modules",
 }
+ACCURACIES = {"test": "test", "train": "training"}
 STEPS: dict[str, int] = {"linear-5-steps": 5, "linear-1-step": 1}  # gradient steps between E-steps; others: 15
 CHANNELS, WIDTHS = (2, 2, 2), (48, 10)
 DEEPER = (8, 8, 8), (48, 48, 10)  # of `paths`; the paper gives no widths
@@ -217,19 +218,15 @@ def draw(runs: Runs) -> list[Picture]:
     """Figs 6 and 2."""
     pictures = []
 
-    def lines(metric: str, names: dict[str, str]) -> dict[str, figures.Curve]:
-        curves = {name: runs.where(model=model).curve(metric) for model, name in names.items()}
-        return {name: curve for name, curve in curves.items() if curve is not None}
-
-    names = {model: NAMES[model] for model in ("baseline", "linear", "convolution")}
-    if lines("train", names):
-        title = "Fig 6: test and training accuracy, mean ± std over seeds"
-        parts = {"test accuracy, %": lines("test", names), "training accuracy, %": lines("train", names)}
-        pictures.append((title, figures.panels(parts)))
-    names = {"linear": "15 steps", "linear-5-steps": "5 steps", "linear-1-step": "1 step"}
-    if len(lines("h_b", names)) > 1:
+    models = {NAMES[model]: {"model": model} for model in ("baseline", "linear", "convolution")}
+    parts = {f"{name} accuracy, %": runs.curves(metric, models) for metric, name in ACCURACIES.items()}
+    if all(parts.values()):
+        pictures.append(("Fig 6: test and training accuracy, mean ± std over seeds", figures.panels(parts)))
+    models = {f"{STEPS.get(model, BETWEEN)} steps": {"model": model} for model in ("linear", *STEPS)}
+    labels = {"h_b": "H_b, nats", "log_likelihood": "log-likelihood, nats"}
+    parts = {label: runs.curves(metric, models) for metric, label in labels.items()}
+    if len(parts["H_b, nats"]) > 1:
         title = "Gradient steps between E-steps (linear controller): batch module selection entropy, log-likelihood"
-        parts = {"H_b, nats": lines("h_b", names), "log-likelihood, nats": lines("log_likelihood", names)}
         pictures.append((title, figures.panels(parts, skip=1)))
     for run in runs.where(model="paths")[:1]:
         title = f"Fig 2: modules stored for the images that end on one path, for the {CLUSTERS} most common paths"

@@ -241,10 +241,8 @@ def reached_by_all(count: int, between: int) -> int:
     return next(number for number in range(count, 0, -1) if gcd(number, between) == 1)
 
 
-def _ran(runs: Runs) -> dict[Row, Runs]:
-    """The runs of each row of Table 1 that there are."""
-    found = {row: runs.where(**dict(zip(("method", "modules", "choices"), row, strict=True))) for row in ROWS}
-    return {row: some for row, some in found.items() if some}
+def _settings(row: Row) -> dict[str, Any]:
+    return dict(zip(("method", "modules", "choices"), row, strict=True))
 
 
 def _called(row: Row) -> str:
@@ -255,7 +253,7 @@ def _called(row: Row) -> str:
 def tabulate(runs: Runs) -> list[Table]:
     """Tables 1 and 2, collapse, and what the modules tell about the words."""
     paper = next(claim["paper"] for claim in published() if claim["id"] == "mn-ptb-baseline")
-    ran = _ran(runs)
+    ran = {row: mine for row in ROWS if (mine := runs.where(**_settings(row)))}
     table_1, collapse, told = [], [], []
     for (method, modules, choices), mine in ran.items():
         name = f"baseline {modules}" if method == "fixed" else f"{method} {choices}/{modules}"
@@ -298,26 +296,22 @@ def tabulate(runs: Runs) -> list[Table]:
 
 def draw(runs: Runs) -> list[Picture]:
     """Validation perplexity, Figs 4 and 5."""
-    ran, pictures = _ran(runs), []
-
-    def lines(metric: str, rows: list[Row]) -> dict[str, figures.Curve]:
-        curves = {_called(row): ran[row].curve(metric) for row in rows if row in ran}
-        return {name: curve for name, curve in curves.items() if curve is not None}
-
+    pictures = []
     for modules in (15, 5):
         rows: list[Row] = [("fixed", 1, 1), *((method, modules, 1) for method in ("em", "reinforce", "topk"))]
-        named = lines("validation_perplexity", rows)
-        if named:
+        named = {_called(row): _settings(row) for row in rows}
+        perplexity, h_a, h_b = (runs.curves(metric, named) for metric in ("validation_perplexity", "h_a", "h_b"))
+        if perplexity:
             title = f"Validation perplexity, 1 of {modules} modules and the baseline of one, mean ± std over seeds"
-            pictures.append((title, figures.curves(named, "validation perplexity", over="iterations")))
-        h_a, h_b = (lines(metric, rows[1:]) for metric in ("h_a", "h_b"))
+            pictures.append((title, figures.curves(perplexity, "validation perplexity", over="iterations")))
         if h_a:
             title = f"Fig 4, 1 of {modules} modules: entropies on a batch of held-out text, mean ± std over seeds"
             parts = {"H_a, nats (certain: 0)": h_a, f"H_b, nats (all used: {log(modules):.2f})": h_b}
             pictures.append((title, figures.panels(parts, over="iterations", skip=1)))
-    for method in METHODS:
-        for run in ran.get((method, 5, 1), Runs())[:1]:
-            title = f"Fig 5, {_called((method, 5, 1))}: the controller's distribution at the words of two segments"
+    for method in ("em", "reinforce", "topk"):
+        row: Row = (method, 5, 1)
+        for run in runs.where(**_settings(row))[:1]:
+            title = f"Fig 5, {_called(row)}: the controller's distribution at the words of two segments"
             stages = {f"{stage['step']:,} iterations": stage["probability"] for stage in run["final"]["controller"]}
             pictures.append((title, figures.distributions(stages)))
     return pictures

@@ -157,20 +157,16 @@ def tabulate(runs: Runs) -> list[Table]:
 
 def draw(runs: Runs) -> list[Picture]:
     """Fig 3: entropies, and losses, over training."""
-    pictures = []
+    pictures, models = [], {NAMES[model]: {"model": model} for model in MODELS}
     for setting in SETTINGS:
         mine = Runs(run | {"curve": run["curve"] | _logarithms(run["curve"])} for run in runs.where(setting=setting))
-
-        def lines(metric: str, mine: Runs = mine) -> dict[str, figures.Curve]:
-            curves = {NAMES[model]: mine.where(model=model).curve(metric) for model in MODELS}
-            return {name: curve for name, curve in curves.items() if curve is not None}
-
-        if lines("h_a"):
+        if mine.curves("h_a", models):
             title = f"Fig 3a, {NAMES[setting]}: module selection entropies on all points, mean ± std over seeds"
-            parts = {"H_a, nats (certain: 0)": lines("h_a"), f"H_b, nats (both used: {log(2):.2f})": lines("h_b")}
+            labels = {"h_a": "H_a, nats (certain: 0)", "h_b": f"H_b, nats (both used: {log(2):.2f})"}
+            parts = {label: mine.curves(metric, models) for metric, label in labels.items()}
             pictures.append((title, figures.panels(parts, skip=1)))
             title = f"Fig 3b, {NAMES[setting]}: squared error over the targets' variance, its logarithm over seeds"
-            parts = {f"log10 of {name}": lines(f"log_{loss}") for loss, name in LOSSES.items()}
+            parts = {f"log10 of {name}": mine.curves(f"log_{loss}", models) for loss, name in LOSSES.items()}
             pictures.append((title, figures.panels(parts, skip=1)))
     return pictures
 

@@ -1,9 +1,12 @@
-"""A run that is stopped in the middle, and goes on."""
+"""Small runs, for tests: as the results have them, and stopped in the middle."""
+
+import json
 
 import pytest
 
 from neurocoder_lab import run
 from neurocoder_lab.run import execute, finished, folder_of
+from neurocoder_lab.sweep import _distilled
 
 
 def same_when_stopped(experiment, config, folder, monkeypatch, at: int) -> dict:
@@ -28,3 +31,9 @@ def same_when_stopped(experiment, config, folder, monkeypatch, at: int) -> dict:
     first, second = (finished(experiment, config, runs)["final"] for runs in (whole, parted))
     assert first == second
     return first
+
+
+def distilled(experiment, config, folder) -> dict:
+    """A run as it is in the results."""
+    execute(experiment, config, folder, quiet=True)
+    return json.loads(json.dumps(_distilled(experiment, config, folder)))
