@@ -20,10 +20,12 @@ _ELSEWHERE = 2**26
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    """- log softmax(x W^T + b) at the target of each row: `F.cross_entropy(F.linear(x, weight, bias), target,
-    reduction="none")`, whose logits are never in memory at once.
+    """The cross-entropy of a linear layer, -log softmax(x W^T + b) at the target of each row, whose logits are never
+    in memory at once::
 
-    They are computed in blocks of rows, at least in float32, and again in the backward. Compiled, and for second
+        F.cross_entropy(F.linear(x, weight, bias), target, reduction="none")  # the same, for x of two dimensions
+
+    The logits are computed in blocks of rows, at least in float32, and again in the backward. Compiled, and for second
     derivatives, it is those two functions.
 
     Args:
