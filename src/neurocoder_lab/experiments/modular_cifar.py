@@ -7,8 +7,8 @@
 Three modular convolutions, 3 x 3, stride 2, a channel a module, and two modular dense layers, 48 and 10 wide; 2 of 10
 modules are chosen in each layer and concatenated. The controllers of the convolutions are linear in all pixels, or
 small convolutions. The baseline has plain layers of the same widths. All learn by Adam, at a rate that falls linearly
-to zero, the baseline's best on held-out data; the modular ones by EM, with an E-step on a random batch before every 15th
-step, or every fifth, or every one. `paths` is the network of Fig 2: six layers, 1 of 3 modules each.
+to zero, the baseline's best on held-out data; the modular ones by EM, with an E-step on a random batch before every
+15th step, or every fifth, or every one. `paths` is the network of Fig 2: six layers, 1 of 3 modules each.
 """
 
 from __future__ import annotations
