@@ -35,7 +35,7 @@ class Lesson:
         between: int = BETWEEN,
         mixed: int = MIXED,
     ):
-        self.between = between
+        self.size, self.between = size, between
         self.training: Training
         if method == "em":
             self.training = ViterbiEM(model, log_likelihood, size)
@@ -49,6 +49,11 @@ class Lesson:
         if isinstance(self.training, ViterbiEM) and step % self.between == 0:
             self.training.expect(*expected())
         return self.training.loss(*batch())
+
+    def reached(self, steps: int, batch: int) -> dict[str, float]:
+        """How many E-steps each data point had on average, after so many steps with batches of one size."""
+        em = isinstance(self.training, ViterbiEM)
+        return {"e_steps": -(-steps // self.between) * batch / self.size} if em else {}
 
     @property
     def choices(self) -> Tensor | None:

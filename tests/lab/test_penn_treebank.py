@@ -133,6 +133,8 @@ def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
         assert ("test_perplexity_single" in final) == (method == "topk")
         assert ("h_b" in final) == (method != "fixed")
         assert ("controller" in final) == (modules == 5)
+        assert ("e_steps" in final) == (method == "em")
+    assert runs[0]["final"]["e_steps"] == 1.0  # two of them, for two segments a stream
     stages = runs[0]["final"]["controller"]
     assert [stage["step"] for stage in stages] == [0, 1, 4, 16]
     assert all(sum(row) == pytest.approx(1, abs=0.03) for stage in stages for row in stage["probability"])

@@ -147,12 +147,14 @@ class Pictures(Classifier):
         return measured
 
     def conclude(self) -> dict[str, Any]:
-        if not self.stages:
+        if self.lesson is None:
             return {}
-        assert self.lesson is not None
+        reached = self.lesson.reached(self.steps, self.batch)
+        if not self.stages:
+            return reached
         assert self.lesson.choices is not None
         stages = zip([*sorted(self.stages), self.steps], [*self.stored, self.lesson.choices], strict=True)
-        return {"clusters": clusters(dict(stages), PATHS["modules"])}
+        return reached | {"clusters": clusters(dict(stages), PATHS["modules"])}
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | numbered("stored", self.stored) | ({} if self.lesson is None else self.lesson.state())
@@ -190,9 +192,9 @@ def clusters(stages: dict[int, Tensor], modules: int) -> list[dict[str, Any]]:
 
 def tabulate(runs: Runs) -> list[Table]:
     """Fig 6 in numbers, and what the steps between E-steps do."""
-    measured = ("train", "test", "gap", "h_a", "h_b", "modules_used", "log_likelihood")
+    measured = ("train", "test", "gap", "h_a", "h_b", "modules_used", "log_likelihood", "e_steps")
     header = ["network", "parameters", "rate", "train accuracy, %", "test accuracy, %", "gap, points"]
-    header += ["H_a", "H_b", "modules used of a layer", "log-likelihood, train"]
+    header += ["H_a", "H_b", "modules used of a layer", "log-likelihood, train", "E-steps of an image"]
 
     def row(model: Model) -> list[str]:
         mine = runs.where(model=model)
@@ -244,7 +246,7 @@ EXPERIMENT = Experiment(
     config=ModularCifar,
     metrics=(
         "steps", "parameters", "loss", "train", "test", "validation", "gap", "h_a", "h_b", "modules_used",
-        "log_likelihood",
+        "log_likelihood", "e_steps",
     ),
     axes={"model": MODELS},
     fill=fill,

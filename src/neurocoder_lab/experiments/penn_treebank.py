@@ -164,6 +164,8 @@ class Reader(Task):
         ending: dict[str, Any] = {"test_perplexity": self.perplexity(self.text.test)}
         if self.config.method == "topk":
             ending["test_perplexity_single"] = self.perplexity(self.text.test, alone=True)
+        if self.lesson is not None:
+            ending |= self.lesson.reached(self.steps, BATCH)
         if self.lesson is not None and self.config.choices == 1:
             ending |= look(self._most_likely(self.text.test), streams(self.text.test, MEASURED), self.text.vocabulary)
         if self.stages:
@@ -266,8 +268,9 @@ def tabulate(runs: Runs) -> list[Table]:
         called = _called((method, modules, choices))
         if method != "fixed":
             entropy = [spread(mine.values(name), 3) for name in ("h_a", "h_b", "modules_used")]
-            single = spread(mine.values("test_perplexity_single"))
-            collapse.append([called, *entropy, f"{choices * log(modules):.3f}", single])
+            single, visits = spread(mine.values("test_perplexity_single")), mine.values("e_steps")
+            reached = f"{visits[0]:.2g}" if visits else "-"
+            collapse.append([called, *entropy, f"{choices * log(modules):.3f}", reached, single])
         if mine.values("context_information"):
             shares = [mine.values(f"context_information{ending}") for ending in ("", "_shuffled")]
             told.append([called, *(spread(values, 3) for values in shares)])
@@ -276,7 +279,8 @@ def tabulate(runs: Runs) -> list[Table]:
         header = ["training", "M", "K", "test perplexity", "validation", "paper, 50,000", "iterations", "parameters"]
         tables.append(("Table 1: perplexity on Penn Treebank", header, table_1))
     if collapse:
-        header = ["training", "H_a", "H_b", "modules used", "most they can be", "test perplexity, one module"]
+        header = ["training", "H_a", "H_b", "modules used", "most H_b can be", "E-steps of a segment"]
+        header.append("test perplexity, one module")
         title = "Collapse: entropies (nats) and modules most likely for a hundredth of the words, no regulariser"
         tables.append((title, header, collapse))
     if told:
@@ -322,7 +326,7 @@ EXPERIMENT = Experiment(
     config=PennTreebank,
     metrics=(
         "steps", "parameters", "loss", "validation_perplexity", "test_perplexity", "test_perplexity_single", "h_a",
-        "h_b", "modules_used", "context_information", "context_information_shuffled",
+        "h_b", "modules_used", "e_steps", "context_information", "context_information_shuffled",
     ),
     axes={"method": (*METHODS, "fixed"), "modules": (1, 3, 5, 15), "choices": (1, 3)},
     fill=fill,
