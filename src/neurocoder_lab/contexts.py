@@ -21,7 +21,7 @@ from neurocoder_lab.data import END
 NUMBER, ARTICLE, UNKNOWN = "N", "the", "<unk>"
 COMMON = 1000  # words, the most frequent, that are not rare
 CLASSES = ("number", "end of sentence", "the", "rare", "other")
-WORDS, EXAMPLES = 5, 4
+WORDS, EXAMPLES = 5, 3
 
 
 def look(chosen_BL: Tensor, text_BL: Tensor, vocabulary: tuple[str, ...]) -> dict[str, Any]:
@@ -37,11 +37,12 @@ def look(chosen_BL: Tensor, text_BL: Tensor, vocabulary: tuple[str, ...]) -> dic
         mine_BL = chosen_BL == module
         count = int(mine_BL.sum())
         if count:
-            shares = [f"{100 * part / count:.0f}" for part in counts_MC[module].tolist()]
+            shares = (100 * counts_MC[module] / count).round().int().tolist()
+            kinds = ", ".join(f"{name} {share}" for name, share in zip(CLASSES, shares, strict=True) if share)
             common = [vocabulary[n] for n, _ in Counter(word_BL[mine_BL].tolist()).most_common(WORDS)]
             context = " · ".join(_examples(mine_BL, text_BL, vocabulary))
             share = f"{100 * count / mine_BL.numel():.1f}"
-            rows.append([module + 1, share, *shares, " ".join(common), context])
+            rows.append([module + 1, share, kinds, " ".join(common), context])
     return {
         "context_information": information(counts_MC),
         "context_information_shuffled": information(shuffled_MC),

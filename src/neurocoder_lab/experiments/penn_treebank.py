@@ -292,8 +292,7 @@ def tabulate(runs: Runs) -> list[Table]:
             title = (
                 f"Table 2: what the modules are invoked on, {_called(row)} (test text, seed {run['config']['seed']})"
             )
-            shares = [f"{name}, %" for name in CLASSES]
-            header = ["module", "share of words, %", *shares, "most frequent words", "in context: before [word] after"]
+            header = ["module", "words, %", "of these, %", "most frequent", "in context: before [word] after"]
             tables.append((title, header, [[str(cell) for cell in line] for line in run["final"]["invoked_on"]]))
     return tables
 
