@@ -234,6 +234,30 @@ def test_the_gru_is_appendix_a(choices, activation, dispatch):
     assert not torch.allclose(gru(x.transpose(0, 1))[0].transpose(0, 1), y)
 
 
+@pytest.mark.parametrize(
+    "window", [{"groups": 2}, {"padding_mode": "reflect"}, {"dilation": 2}, {"padding": "same", "stride": 1}], ids=str
+)
+def test_dense_dispatch_is_sparse_dispatch_whatever_the_kernels_are(window):
+    torch.manual_seed(0)
+    window = {"stride": 2, "padding": 1} | window
+    layers = [
+        modular.Conv2d(2, 4, 3, modules=3, dispatch=d, dtype=torch.float64, **window) for d in ("sparse", "dense")
+    ]
+    layers[1].load_state_dict(shake(layers[0]).state_dict())
+    x = torch.randn(9, 2, 6, 6).double()
+    torch.testing.assert_close(layers[0](x), layers[1](x))
+
+
+def test_modules_of_another_kind_are_called_one_by_one():
+    torch.manual_seed(0)
+    gru = modular.GRU(3, 4, modules=2, dispatch="dense")
+    x = torch.randn(5, 6, 3)
+    before = gru(x)[0]
+    for n, module in enumerate(gru.candidate.pool):
+        gru.candidate.pool[n] = nn.Sequential(module)
+    torch.testing.assert_close(gru(x)[0], before)
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 def test_both_ways_of_a_gru_train_alike(choices):
     """Along a path, which trains the controller, and mixing modules: values and gradients."""

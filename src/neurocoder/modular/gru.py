@@ -118,7 +118,7 @@ class GRU(nn.Module):
         if not isinstance(layer, Linear):
             made = self._halves(x_TBI, layer.weight, layer.bias)
             return lambda step, h_BH, left_BH: self._sum_of_all(made(step, left_BH))
-        if layer.dispatch == "sparse":
+        if layer.dispatch == "sparse" or any(type(module) is not nn.Linear for module in layer.pool):
             return lambda step, h_BH, left_BH: layer(
                 torch.cat((left_BH, x_TBI[step]), -1), control=torch.cat((h_BH, x_TBI[step]), -1)
             )
