@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,11 @@ class Lesson:
     def load_state(self, state: dict[str, Tensor]) -> None:
         mine = {name.removeprefix("training."): t for name, t in state.items() if name.startswith("training.")}
         self.training.load_state_dict(mine)
+
+
+def reached_by_all(count: int, between: int) -> int:
+    """So many of the batches of a pass, in order, that an E-step every `between` steps reaches each in turn."""
+    return next(number for number in range(count, 0, -1) if gcd(number, between) == 1)
 
 
 def chosen(seen: nc.Trace) -> dict[str, float]:

@@ -13,6 +13,7 @@ from neurocoder_lab.data import segments, streams
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import penn_treebank
 from neurocoder_lab.experiments.penn_treebank import EXPERIMENT, ROWS, PennTreebank, WordModel
+from neurocoder_lab.modules import reached_by_all
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute
 from neurocoder_lab.sweep import grid
@@ -66,7 +67,7 @@ def test_every_word_of_a_stream_is_predicted_once():
 
 @pytest.mark.parametrize(("there", "between"), [(207, 15), (206, 15), (10, 5), (1, 15), (30, 15)])
 def test_e_steps_reach_every_segment(there, between):
-    count = penn_treebank.reached_by_all(there, between)
+    count = reached_by_all(there, between)
     assert there - 5 < count <= there
     assert {step % count for step in range(0, between * count, between)} == {*range(count)}
 
@@ -129,9 +130,10 @@ def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
         final = runs[-1]["final"]
         assert 1 < final["test_perplexity"] < 100
         assert ("context_information" in final) == (method != "fixed" and choices == 1)
+        assert final.get("context_information_untrained", 1) > 0  # a random controller tells something, too
         assert ("test_perplexity_single" in final) == (method == "topk")
         assert ("h_b" in final) == (method != "fixed")
-        assert ("controller" in final) == (modules == 5)
+        assert ("controller" in final) == (modules == 5 and choices == 1)
         assert ("e_steps" in final) == (method == "em")
     assert runs[0]["final"]["e_steps"] == 1.0  # two of them, for two segments a stream
     stages = runs[0]["final"]["controller"]

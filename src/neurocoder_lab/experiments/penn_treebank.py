@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import gcd, inf, log
+from math import inf, log
 from typing import Any, Literal
 
 import torch
@@ -27,11 +27,12 @@ from torch import Tensor, nn
 import neurocoder as nc
 from neurocoder.functional import linear_cross_entropy
 from neurocoder.modular.route import NoisyMixture, routed
+from neurocoder.walk import evaluating
 from neurocoder_lab import data, figures
 from neurocoder_lab.contexts import CLASSES, look
 from neurocoder_lab.data import segments, streams
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.modules import BETWEEN, METHODS, MIXED, Lesson, chosen, in_order, numbered
+from neurocoder_lab.modules import BETWEEN, METHODS, MIXED, Lesson, chosen, in_order, numbered, reached_by_all
 from neurocoder_lab.papers import published
 from neurocoder_lab.results import Runs, spread
 from neurocoder_lab.task import Config, Experiment, Grid, Picture, Table, Task
@@ -119,10 +120,14 @@ class Reader(Task):
         super().__init__(model, optimiser, config.iterations, evaluate_every=max(config.iterations // 20, 10))
         self.fingerprint = self.text.fingerprint
         whole = [pair for pair in segments(streams(self.text.train, BATCH), STEPS) if pair[0].shape[1] == STEPS]
+        if not whole:
+            raise LabError(f"the training text is too short: it takes {BATCH * (STEPS + 1):,} words at least")
         self.segments = whole[: reached_by_all(len(whole), config.m_steps)]
         self.carried = torch.zeros(BATCH, UNITS)
-        self.stages = {int(share * self.steps) for share in STAGES} if config.modules == 5 else set()
+        self.looks = config.method != "fixed" and config.choices == 1
+        self.stages = {int(share * self.steps) for share in STAGES} if self.looks and config.modules == 5 else set()
         self.seen: list[Tensor] = []
+        self.untrained = torch.zeros((), dtype=torch.float64)
 
     def attach(self, accelerator: Accelerator) -> None:
         super().attach(accelerator)
@@ -137,8 +142,11 @@ class Reader(Task):
         return output[0]
 
     def step(self, index: int) -> dict[str, Tensor]:
-        if index in self.stages:
-            self.seen.append(self._controller())
+        with torch.no_grad(), evaluating(self.model):
+            if index in self.stages:
+                self.seen.append(self._controller())
+            if index == 0 and self.looks:
+                self.untrained.fill_(self._look()["context_information"])
         place = index % len(self.segments)
         carried = self.carried if place else torch.zeros_like(self.carried)
         at = place * BATCH + torch.arange(BATCH)
@@ -166,8 +174,8 @@ class Reader(Task):
             ending["test_perplexity_single"] = self.perplexity(self.text.test, alone=True)
         if self.lesson is not None:
             ending |= self.lesson.reached(self.steps, BATCH)
-        if self.lesson is not None and self.config.choices == 1:
-            ending |= look(self._most_likely(self.text.test), streams(self.text.test, MEASURED), self.text.vocabulary)
+        if self.looks:
+            ending |= self._look() | {"context_information_untrained": self.untrained.item()}
         if self.stages:
             stages = [*self.seen, self._controller()]
             at = [*sorted(self.stages), self.steps]
@@ -204,14 +212,15 @@ class Reader(Task):
         word, following = next(segments(streams(self.text.validation, BATCH), STEPS))
         return word, following, torch.zeros(BATCH, UNITS)
 
-    @torch.no_grad()
     def _controller(self) -> Tensor:
         """The distribution over modules at the words of a few segments, (N, M)."""
-        training, _ = self.model.training, self.model.eval()
         with nc.trace(self.model) as seen:
             self._forward(*(tensor[:SHOWN] for tensor in self._batch()))
-        self.model.train(training)
         return seen.stacked("gru.candidate").probability[:, :, 0].transpose(0, 1).flatten(0, 1).cpu()
+
+    def _look(self) -> dict[str, Any]:
+        text = self.text
+        return look(self._most_likely(text.test), streams(text.test, MEASURED), text.vocabulary)
 
     def _most_likely(self, text_N: Tensor) -> Tensor:
         """The most likely module at every word of a text but the last of each stream, (streams, length - 1)."""
@@ -223,24 +232,14 @@ class Reader(Task):
             likely.append(seen.stacked("gru.candidate").probability[:, :, 0].argmax(-1).t().cpu())
 
     def state(self) -> dict[str, Tensor]:
-        return (
-            {"carried": self.carried}
-            | numbered("seen", self.seen)
-            | ({} if self.lesson is None else self.lesson.state())
-        )
+        kept = {"carried": self.carried, "untrained": self.untrained} | numbered("seen", self.seen)
+        return kept if self.lesson is None else kept | self.lesson.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        self.carried = state["carried"]
+        self.carried, self.untrained = state["carried"], state["untrained"]
         self.seen = in_order("seen", state)
         if self.lesson is not None:
             self.lesson.load_state(state)
-
-
-def reached_by_all(count: int, between: int) -> int:
-    """The segments of a pass: so many of those there are that an E-step every `between` steps reaches each in turn."""
-    if not count:
-        raise LabError(f"the training text is too short: it takes {BATCH * (STEPS + 1):,} words at least")
-    return next(number for number in range(count, 0, -1) if gcd(number, between) == 1)
 
 
 def _settings(row: Row) -> dict[str, Any]:
@@ -272,7 +271,7 @@ def tabulate(runs: Runs) -> list[Table]:
             reached = f"{visits[0]:.2g}" if visits else "-"
             collapse.append([called, *entropy, f"{choices * log(modules):.3f}", reached, single])
         if mine.values("context_information"):
-            shares = [mine.values(f"context_information{ending}") for ending in ("", "_shuffled")]
+            shares = [mine.values(f"context_information{ending}") for ending in ("", "_untrained", "_shuffled")]
             told.append([called, *(spread(values, 3) for values in shares)])
     tables: list[Table] = []
     if table_1:
@@ -284,7 +283,7 @@ def tabulate(runs: Runs) -> list[Table]:
         title = "Collapse: entropies (nats) and modules most likely for a hundredth of the words, no regulariser"
         tables.append((title, header, collapse))
     if told:
-        header = ["training", "told", "shuffled"]
+        header = ["training", "told", "told before training", "shuffled"]
         title = f"What a module tells of the class of its word ({', '.join(CLASSES)}): share of the class's entropy"
         tables.append((title, header, told))
     for row in (("em", 15, 1), ("em", 5, 1)):
@@ -325,7 +324,8 @@ EXPERIMENT = Experiment(
     config=PennTreebank,
     metrics=(
         "steps", "parameters", "loss", "validation_perplexity", "test_perplexity", "test_perplexity_single", "h_a",
-        "h_b", "modules_used", "e_steps", "context_information", "context_information_shuffled",
+        "h_b", "modules_used", "e_steps", "context_information", "context_information_untrained",
+        "context_information_shuffled",
     ),
     axes={"method": (*METHODS, "fixed"), "modules": (1, 3, 5, 15), "choices": (1, 3)},
     fill=fill,
