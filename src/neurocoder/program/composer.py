@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder.conditional import Conditional
-from neurocoder.functional import attend, full_precision, program, score, sharpen, singular_values
+from neurocoder.functional import attend, program, score, sharpen, singular_values
+from neurocoder.precision import full_precision
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LstmController, build_controller
 from neurocoder.program.gates import gate_features, residual_scale, state_gate

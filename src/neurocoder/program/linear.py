@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import full_precision, sharpen
+from neurocoder.functional import sharpen
+from neurocoder.precision import full_precision
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from neurocoder.functional import BANKS, Rules, full_precision, orthogonality_loss
+from neurocoder.functional import BANKS, Rules, orthogonality_loss
+from neurocoder.precision import full_precision
 
 
 class ProgramMemory(nn.Module):
