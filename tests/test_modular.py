@@ -190,31 +190,93 @@ def gru_reference(gru, x_BTI):
         h, states = torch.zeros(gru.hidden_size).double(), []
         for x in sequence:
             z, r = gru.gates(torch.cat((h, x))).sigmoid().chunk(2)
-            logits = gru.candidate.controller(torch.cat((h, x))).view(gru.candidate.choices, -1)
             inside = torch.cat((r * h, x))
-            candidate = F.relu(sum(gru.candidate.pool[int(choice.argmax())](inside) for choice in logits))
+            if isinstance(gru.candidate, nn.Linear):  # all modules, and nothing to choose
+                made, activation = gru.candidate(inside).split(gru.hidden_size), gru.activation
+            else:
+                logits = gru.candidate.controller(torch.cat((h, x))).view(gru.candidate.choices, -1)
+                made = [gru.candidate.pool[int(choice.argmax())](inside) for choice in logits]
+                activation = gru.candidate.activation
+            candidate = F.relu(sum(part.relu() if activation else part for part in made))
             h = (1 - z) * h + z * candidate
             states.append(h)
         outputs.append(torch.stack(states))
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("choices", [1, 3])
-def test_the_gru_is_appendix_a(choices):
+@pytest.mark.parametrize("dispatch", ["sparse", "dense"])
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("choices", [1, 3, None])
+def test_the_gru_is_appendix_a(choices, activation, dispatch):
     torch.manual_seed(0)
-    gru = shake(modular.GRU(3, 4, batch_first=True, modules=5, choices=choices, dtype=torch.float64))
-    x = torch.randn(6, 7, 3).double()
+    options = {"modules": 5, "choices": choices, "activation": activation, "dispatch": dispatch}
+    gru = shake(modular.GRU(3, 4, batch_first=True, dtype=torch.float64, **options))
+    x = torch.randn(6, 7, 3).double().requires_grad_()
     with nc.trace(gru) as seen:
         y, last = gru(x)
-    assert len(seen.calls("candidate")) == 7
-    torch.testing.assert_close(y, gru_reference(gru, x))
+    assert choices is None or len(seen.calls("candidate")) == 7
+    wanted = gru_reference(gru, x)
+    torch.testing.assert_close(y, wanted)
+    learned = [x, *(p for name, p in gru.named_parameters() if "controller" not in name)]
+    d_y = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(output, learned, d_y, allow_unused=True) for output in (y, wanted))
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (torch.zeros(()).double() if g is None else g for g in (a, b))  # of modules that nothing chose
+        assert (a - b).abs().max() < 1e-9
     assert torch.equal(last[0], y[:, -1])
     gru.batch_first = False
     torch.testing.assert_close(gru(x.transpose(0, 1))[0].transpose(0, 1), y)
     _, half = gru(x.transpose(0, 1)[:3])
     torch.testing.assert_close(gru(x.transpose(0, 1)[3:], half)[1], last)
     parameters = sum(p.numel() for p in gru.parameters())
-    assert parameters == 8 * 7 + 8 + 5 * (4 * 7 + 4) + choices * 5 * 8
+    assert parameters == 8 * 7 + 8 + 5 * (4 * 7 + 4) + (choices or 0) * 5 * 8
+    shake(gru)
+    assert not torch.allclose(gru(x.transpose(0, 1))[0].transpose(0, 1), y)
+
+
+@pytest.mark.parametrize(
+    "window", [{"groups": 2}, {"padding_mode": "reflect"}, {"dilation": 2}, {"padding": "same", "stride": 1}], ids=str
+)
+def test_dense_dispatch_is_sparse_dispatch_whatever_the_kernels_are(window):
+    torch.manual_seed(0)
+    window = {"stride": 2, "padding": 1} | window
+    layers = [
+        modular.Conv2d(2, 4, 3, modules=3, dispatch=d, dtype=torch.float64, **window) for d in ("sparse", "dense")
+    ]
+    layers[1].load_state_dict(shake(layers[0]).state_dict())
+    x = torch.randn(9, 2, 6, 6).double()
+    torch.testing.assert_close(layers[0](x), layers[1](x))
+
+
+def test_modules_of_another_kind_are_called_one_by_one():
+    torch.manual_seed(0)
+    gru = modular.GRU(3, 4, modules=2, dispatch="dense")
+    x = torch.randn(5, 6, 3)
+    before = gru(x)[0]
+    for n, module in enumerate(gru.candidate.pool):
+        gru.candidate.pool[n] = nn.Sequential(module)
+    torch.testing.assert_close(gru(x)[0], before)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_both_ways_of_a_gru_train_alike(choices):
+    """Along a path, which trains the controller, and mixing modules: values and gradients."""
+    torch.manual_seed(0)
+    sparse = shake(modular.GRU(3, 4, modules=5, choices=choices, dtype=torch.float64))
+    dense = modular.GRU(3, 4, modules=5, choices=choices, dispatch="dense", dtype=torch.float64)
+    dense.load_state_dict(sparse.state_dict())
+    x, path = torch.randn(7, 6, 3).double(), torch.randint(5, (6, 7 * choices))
+    for make in (lambda: Given(path), lambda: NoisyMixture(3, 0.0)):
+        gradients = []
+        for gru in (sparse, dense):
+            gru.zero_grad()
+            with routed(gru, make()) as route:
+                output = gru(x)[0].square().sum()
+            (output if route.log_prob is None else output + route.log_prob.sum()).backward()
+            gradients.append({name: p.grad for name, p in gru.named_parameters()})
+        for name, gradient in gradients[1].items():
+            known = gradients[0][name]
+            torch.testing.assert_close(gradient, torch.zeros_like(gradient) if known is None else known)
 
 
 def test_two_grus_can_share_a_pool():
@@ -239,7 +301,11 @@ def test_compile_export_meta_and_empty(make):
 
 def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for layer in (modular.Linear(6, 4, modules=3), modular.GRU(6, 4, modules=3, batch_first=True)):
+        grus = [
+            modular.GRU(6, 4, modules=3, batch_first=True, **more)
+            for more in ({}, {"dispatch": "dense"}, {"choices": None})
+        ]
+        for layer in (modular.Linear(6, 4, modules=3), *grus):
             y = layer(torch.randn(2, 5, 6))
             assert (y[0] if isinstance(y, tuple) else y).isfinite().all()
         assert modular.Conv2d(2, 4, 3, modules=3)(torch.randn(3, 2, 5, 5)).dtype == torch.bfloat16
@@ -333,6 +399,8 @@ def test_bad_input():
         modular.Conv2d(2, 4, 3, modules=2, controller="mlp")
     with pytest.raises(ValueError, match=r"built for images of \(5, 6\), got \(6, 6\)"):
         conv(controller="linear", input_size=(5, 6))(torch.randn(1, 2, 6, 6).double())
+    with pytest.raises(ValueError, match="leave pool out"):
+        modular.GRU(3, 4, modules=2, choices=None, pool=nn.ModuleList())
     gru = modular.GRU(3, 4, modules=2)
     with pytest.raises(ValueError, match=r"expected x of shape \(steps, batch, 3\)"):
         gru(torch.randn(2, 3))

@@ -9,6 +9,7 @@ from torch import nn
 
 import neurocoder as nc
 from neurocoder import modular
+from neurocoder.modular import route as route_module
 from neurocoder.modular.route import Given, routed
 from neurocoder.modular.training import NoisyTopK, Reinforce, ViterbiEM, classification, gaussian
 
@@ -72,6 +73,57 @@ def test_an_e_step_never_lowers_the_objective_and_stores_what_it_says(kind):
         optimiser.zero_grad()
     assert raised > 10
     assert model.training
+
+
+class States(nn.Module):
+    """Sequences, each from a state of its own, or from states as `nn.GRU` takes them: data points second."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = modular.GRU(3, 4, batch_first=True, modules=3)
+
+    def forward(self, x, h):
+        return self.gru(x, h if h.dim() == 3 else h[None])[0]
+
+
+def one_by_one(em, x, y, h, stored, samples):
+    """Eq. 11 as a loop over data points and their candidates: which is best, and its logarithm."""
+    chosen, values = [], []
+    for n in range(len(x)):
+        best = None
+        for path in (stored[n], *samples[:, n]):
+            with torch.no_grad(), routed(em.model, Given(path[None])) as route:
+                value = (em.log_likelihood(em.model(x[n : n + 1], h[n : n + 1]), y[n : n + 1]) + route.log_prob).item()
+            if best is None or value > best:
+                best, kept = value, path
+        chosen.append(kept)
+        values.append(best)
+    return torch.stack(chosen), values
+
+
+@pytest.mark.parametrize("states_second", [False, True])
+def test_an_e_step_takes_the_best_of_what_it_tried(states_second, monkeypatch):
+    torch.manual_seed(0)
+    model = States().double()
+    x, h, y = torch.randn(20, 6, 3).double(), torch.rand(20, 4).double(), torch.randn(20, 6, 4).double()
+    em, drawn, batches = ViterbiEM(model, gaussian(), size=20, samples=5), [], []
+    draw = route_module.draw
+    monkeypatch.setattr(route_module, "draw", lambda log_p: drawn.append(draw(log_p)) or drawn[-1])
+    model.register_forward_pre_hook(lambda module, inputs: batches.append(len(inputs[0])))
+    index = torch.arange(20)
+    for _ in range(3):
+        em.loss((x, h), y, index)
+        stored = em.choices.clone()
+        drawn.clear()
+        batches.clear()
+        value = em.expect((x, h[None] if states_second else h), y, index)
+        assert batches == ([20] * 6 if states_second else [120])
+        by_step = torch.stack([chosen.flatten() for chosen in drawn])  # all samples of a step, or a step of a sample
+        by_step = by_step.view(5, 6, 20).transpose(0, 1) if states_second else by_step.view(6, 5, 20)
+        chosen, wanted = one_by_one(em, x, y, h, stored, by_step.permute(1, 2, 0))
+        assert torch.equal(em.choices, chosen.to(em.choices))
+        torch.testing.assert_close(value, torch.tensor(wanted).double())
+        assert not torch.equal(em.choices, stored)
 
 
 def test_the_first_choices_are_uniform():

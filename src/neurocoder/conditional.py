@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from neurocoder.functional import autocasting
+from neurocoder.precision import autocasting
 from neurocoder.records import Record
 
 Kind = TypeVar("Kind", bound=type)

@@ -5,11 +5,12 @@ Shapes: Y rows, S slots (choices of a row), M parts, O output of a part (one axi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 Dispatch = Literal["sparse", "dense"]
 Part = Callable[[Tensor], Tensor]
@@ -47,9 +48,33 @@ def _sparse(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor) -> Tensor:
 
 
 def _dense(parts: Sequence[Part], x_Y: Tensor, chosen_YS: Tensor) -> Tensor:
-    made = torch.stack([part(x_Y) for part in parts], 1)
-    index = chosen_YS.reshape(*chosen_YS.shape, *[1] * (made.dim() - 2)).expand(-1, -1, *made.shape[2:])
-    return made.gather(1, index)
+    first = parts[0]
+    if all(type(part) is nn.Linear for part in parts):
+        made = F.linear(x_Y, *side_by_side(parts)).unflatten(-1, (len(parts), -1))
+    elif isinstance(first, nn.Conv2d) and all(type(part) is nn.Conv2d for part in parts) and _plain(first):
+        weight, bias = side_by_side(parts)
+        made = F.conv2d(x_Y, weight, bias, first.stride, first.padding, first.dilation)
+        made = made.unflatten(1, (len(parts), -1))
+    else:
+        made = torch.stack([part(x_Y) for part in parts], 1)
+    return picked(made, chosen_YS)
+
+
+def _plain(part: nn.Conv2d) -> bool:
+    """Whether kernels of several such parts, side by side, are one convolution."""
+    return part.groups == 1 and part.padding_mode == "zeros"
+
+
+def side_by_side(parts: Iterable[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the one layer that makes the outputs of all these layers, one after the other."""
+    weights, biases = zip(*((part.weight, part.bias) for part in parts), strict=True)
+    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+
+def picked(made_YM: Tensor, chosen_YS: Tensor) -> Tensor:
+    """Of what all parts made (Y, M, O), what the chosen ones did, (Y, S, O)."""
+    index = chosen_YS.reshape(*chosen_YS.shape, *[1] * (made_YM.dim() - 2)).expand(-1, -1, *made_YM.shape[2:])
+    return made_YM.gather(1, index)
 
 
 class _Gather(torch.autograd.Function):

@@ -8,13 +8,14 @@ Shapes (a name's suffix spells them; rows come last, so that every reduction run
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from neurocoder.cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 BANKS = ("left", "right", "values")
 EPSILON = 1e-6  # added to squared norms: a zero query has a zero cosine, and a gradient of ordinary size
@@ -83,17 +84,6 @@ class Rules:
 
 
 PAPER = Rules()
-
-
-def full_precision(x: Tensor) -> AbstractContextManager:
-    """No autocast inside: attention is never computed in half precision."""
-    return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
-
-
-def autocasting(x: Tensor) -> bool:
-    """Whether autocast is in force where x lives."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def sharpen(key_MPK: Tensor, sharpness: float) -> Tensor:

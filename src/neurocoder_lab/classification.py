@@ -14,6 +14,10 @@ import neurocoder as nc
 from neurocoder_lab.data import Examples
 from neurocoder_lab.task import Config, Task
 
+PIXELS = {  # mean and standard deviation of each channel
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
 AT_ONCE = 500  # images in one forward when measuring
 
 
@@ -80,19 +84,26 @@ class Classifier(Task):
         place = index % self.epoch_steps
         if place == 0:
             self.order = torch.randperm(len(self.y))
-        rows = self.order[place * self.batch : (place + 1) * self.batch]
-        x, y = self.share(self.prepare(self.augment(self.x[rows])), self.y[rows])
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * self.schedule(index / self.steps)
+        return self.train_on(index, self.order[place * self.batch : (place + 1) * self.batch])
+
+    def images(self, rows: Tensor) -> list[Tensor]:
+        """This process's share of some training images, their labels, and their places."""
+        return self.share(self.prepare(self.augment(self.x[rows])), self.y[rows], rows)
+
+    def train_on(self, index: int, rows: Tensor) -> dict[str, Tensor]:
+        """Step number `index`, on these training images."""
+        x, y, _ = self.images(rows)
         logits = self.network(x)
         loss = F.cross_entropy(logits, y)
         self.learn(loss + nc.auxiliary(self.model))
         return {"loss": loss, "train": 100 * (logits.argmax(-1) == y).float().mean()}
 
-    def logits(self) -> Tensor:
-        """Of the images to measure on."""
-        device = self.accelerator.device
-        return torch.cat([self.model(self.prepare(x).to(device)).cpu() for x in self.test[0].split(AT_ONCE)])
+    def logits(self, images: Tensor | None = None) -> Tensor:
+        """Of images of bytes; by default of those to measure on."""
+        images, device = self.test[0] if images is None else images, self.accelerator.device
+        return torch.cat([self.model(self.prepare(x).to(device)).cpu() for x in images.split(AT_ONCE)])
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy in percent."""

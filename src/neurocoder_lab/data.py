@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,15 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.store import make_folder, replacing
 
 VARIABLE = "NEUROCODER_DATA"
-HUB = {"mnist": "ylecun/mnist", "cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
+HUB = {
+    "mnist": "ylecun/mnist",
+    "cifar10": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+    "ptb": "ptb-text-only/ptb_text_only",
+}
 IMAGES = {"mnist": ("image", "label"), "cifar10": ("img", "label"), "cifar100": ("img", "fine_label")}
+TEXTS = {"ptb": "sentence"}
+END = "<eos>"  # a word of its own after every sentence
 HELD_OUT = 10  # every tenth training example is for validation
 
 
@@ -47,14 +56,62 @@ def images(name: str) -> Examples:
     """A data set of labelled images."""
     if name not in IMAGES:
         raise LabError(f"no image data set is called {name!r}; there are {', '.join(IMAGES)}")
-    (x, y), print_of_train = _split(name, "train")
-    test, print_of_test = _split(name, "test")
+    (train, print_of_train), (test, print_of_test) = (_split(name, split) for split in ("train", "test"))
+    x, y = train["x"], train["y"]
     held_out = torch.arange(len(y)) % HELD_OUT == HELD_OUT - 1
-    fingerprint = hashlib.blake2b((print_of_train + print_of_test).encode(), digest_size=8).hexdigest()
-    return Examples((x[~held_out], y[~held_out]), (x[held_out], y[held_out]), test, fingerprint)
+    return Examples(
+        (x[~held_out], y[~held_out]),
+        (x[held_out], y[held_out]),
+        (test["x"], test["y"]),
+        _together(print_of_train, print_of_test),
+    )
 
 
-def _split(name: str, split: str) -> tuple[tuple[Tensor, Tensor], str]:
+@dataclass(frozen=True)
+class Words:
+    """Three texts as the places of their words in `vocabulary`, (N,), which has the most frequent word first."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+    vocabulary: tuple[str, ...]
+    fingerprint: str
+
+
+def words(name: str) -> Words:
+    """A data set of sentences, each followed by `END`; the vocabulary is that of the training text."""
+    if name not in TEXTS:
+        raise LabError(f"no text is called {name!r}; there are {', '.join(TEXTS)}")
+    splits = [_split(name, split) for split in ("train", "validation", "test")]
+    texts = [bytes(tensors["text"].numpy()).decode().split() for tensors, _ in splits]
+    counts = Counter(texts[0])
+    vocabulary = sorted(counts, key=lambda word: (-counts[word], word))
+    place = {word: n for n, word in enumerate(vocabulary)}
+    strange = sorted({*texts[1], *texts[2]} - {*vocabulary})
+    if strange:
+        raise LabError(f"{name} is measured on words that its training text does not have, such as {strange[0]!r}")
+    train, validation, test = (torch.tensor([place[word] for word in text]) for text in texts)
+    return Words(train, validation, test, tuple(vocabulary), _together(*(print_ for _, print_ in splits)))
+
+
+def streams(text_N: Tensor, count: int) -> Tensor:
+    """The text in so many equal pieces, (count, length); what is left over is dropped."""
+    return text_N[: len(text_N) // count * count].view(count, -1)
+
+
+def segments(text_BL: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Words and those that follow them, (B, steps), the last pair perhaps shorter: each stream from end to end."""
+    for start in range(0, text_BL.shape[1] - 1, steps):
+        piece = text_BL[:, start : start + steps + 1]
+        yield piece[:, :-1], piece[:, 1:]
+
+
+def _together(*fingerprints: str) -> str:
+    return hashlib.blake2b("".join(fingerprints).encode(), digest_size=8).hexdigest()
+
+
+def _split(name: str, split: str) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a split, and their fingerprint."""
     kept = cache() / f"{name}-{split}.safetensors"
     source = _local(name, split)
     stamp = f"{source.stat().st_size}-{source.stat().st_mtime_ns}" if source else "hub"
@@ -62,13 +119,14 @@ def _split(name: str, split: str) -> tuple[tuple[Tensor, Tensor], str]:
         with suppress(SafetensorError), safe_open(kept, framework="pt") as file:  # a broken one is made again
             about = file.metadata() or {}
             if about.get("stamp") == stamp:
-                return (file.get_tensor("x"), file.get_tensor("y")), about["fingerprint"]
-    x, y = _decode(name, split, source)
-    fingerprint = hashlib.blake2b(x.numpy().tobytes() + y.numpy().tobytes(), digest_size=16).hexdigest()
+                return {key: file.get_tensor(key) for key in file.keys()}, about["fingerprint"]  # noqa: SIM118
+    tensors = _decode(name, split, source)
+    content = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+    fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
     make_folder(kept.parent)
     with replacing(kept) as temporary:
-        save_file({"x": x, "y": y}, temporary, metadata={"stamp": stamp, "fingerprint": fingerprint})
-    return (x, y), fingerprint
+        save_file(tensors, temporary, metadata={"stamp": stamp, "fingerprint": fingerprint})
+    return tensors, fingerprint
 
 
 def cache() -> Path:
@@ -85,12 +143,11 @@ def _local(name: str, split: str) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def _decode(name: str, split: str, source: Path | None) -> tuple[Tensor, Tensor]:
+def _decode(name: str, split: str, source: Path | None) -> dict[str, Tensor]:
     import datasets
     from datasets.exceptions import DatasetsError
 
     datasets.disable_progress_bars()
-    image, label = IMAGES[name]
     try:
         if source is not None:
             table = datasets.load_dataset("parquet", data_files=str(source), split="train")
@@ -105,7 +162,11 @@ def _decode(name: str, split: str, source: Path | None) -> tuple[Tensor, Tensor]
             f"{name} is neither here nor to be had ({type(error).__name__}): fetch huggingface.co/datasets/{HUB[name]} "
             f"and set {VARIABLE} to a folder that holds {name}/{split}.parquet{now}"
         ) from None
+    if name in TEXTS:
+        text = " ".join(f"{sentence} {END}" for sentence in table[TEXTS[name]])
+        return {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+    image, label = IMAGES[name]
     columns = table.with_format("torch")[:]
     x = columns[image]
     x = x if isinstance(x, Tensor) else torch.stack([*x])
-    return (x[:, None] if x.dim() == 3 else x).contiguous(), columns[label].long()
+    return {"x": (x[:, None] if x.dim() == 3 else x).contiguous(), "y": columns[label].long()}

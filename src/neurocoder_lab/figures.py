@@ -6,8 +6,11 @@ import io
 import re
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from neurocoder_lab.results import Curve
 
 INK = "#123457"  # replaced by the colour of the page's text
 COLOURS = ("#8a8f98", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")  # safe for colour-blind eyes
@@ -39,32 +42,42 @@ def svg(figure: Figure) -> str:
     return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1)
 
 
-def curves(
-    named: dict[str, tuple[list[int], list[float], list[float]]],
-    label: str,
-    log: bool = True,
-    over: str = "training steps",
-) -> str:
+def curves(named: dict[str, Curve], label: str, log: bool = True, over: str = "training steps") -> str:
     """One line a name, mean and a band of a standard deviation."""
+    return panels({label: named}, log, over)
+
+
+def panels(parts: dict[str, dict[str, Curve]], log: bool = False, over: str = "training steps", skip: int = 0) -> str:
+    """Curves of the same names side by side, one panel for each label of the vertical axis.
+
+    Args:
+        skip: colours to leave to what is not shown; the first is for what is plain.
+    """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.6))
-        axes = figure.subplots()
-        for index, (name, (steps, means, stds)) in enumerate(named.items()):
-            colour = COLOURS[index % len(COLOURS)]
-            axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=DASHES[index % len(DASHES)])
-            low = [max(m - s, 1e-9) for m, s in zip(means, stds, strict=True)]
-            axes.fill_between(
-                steps, low, [m + s for m, s in zip(means, stds, strict=True)], color=colour, alpha=0.2, lw=0
-            )
-        if log:
-            axes.set_yscale("log")
-            for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                axis(FuncFormatter(lambda value, place: f"{value:.3g}"))
-        axes.set_xlabel(over)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylabel(label)
-        axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        figure = Figure(figsize=(WIDTH, 3.6 if len(parts) == 1 else 3.0))
+        every = figure.subplots(1, len(parts), squeeze=False)[0]
+        for axes, (label, named) in zip(every, parts.items(), strict=True):
+            _lines(axes, named, log, skip)
+            axes.set_xlabel(over)
+            axes.set_ylabel(label)
+        lines = every[0].get_legend_handles_labels()
+        figure.legend(*lines, frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.88))
+        figure.subplots_adjust(wspace=0.32)
         return svg(figure)
+
+
+def _lines(axes: Axes, named: dict[str, Curve], log: bool, skip: int) -> None:
+    for index, (name, (steps, means, stds)) in enumerate(named.items(), skip):
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=DASHES[index % len(DASHES)])
+        low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
+        low = [max(value, 1e-9) for value in low] if log else low
+        axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
+    if log:
+        axes.set_yscale("log")
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(FuncFormatter(lambda value, place: f"{value:.3g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 
 
 def dots(
@@ -256,4 +269,54 @@ def tree(leaves: list[list[int]]) -> str:
             range(len(leaves)), [format(leaf, f"0{depth}b").translate(LETTERS) for leaf in range(len(leaves))]
         )
         figure.colorbar(image, ax=right, label="share of the digit's images, %")
+        return svg(figure)
+
+
+def distributions(stages: dict[str, list]) -> str:
+    """One band a stage, from top to bottom: inputs to the right, modules downwards, white where one is certain."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.85 * len(stages) + 0.5), layout="constrained")
+        bands = figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, rows) in zip(bands, stages.items(), strict=True):
+            modules = len(rows[0])
+            axes.imshow([*zip(*rows, strict=True)], cmap="gray", vmin=0, vmax=1, aspect="auto",
+                        interpolation="nearest", extent=(0.5, len(rows) + 0.5, modules + 0.5, 0.5))  # fmt: skip
+            axes.set_yticks([1, modules])
+            axes.set_title(name, fontsize=9, loc="left", pad=3)
+        bands[len(bands) // 2].set_ylabel("module")
+        bands[-1].set_xlabel("word of the batch")
+        figure.colorbar(bands[0].images[0], ax=[*bands], label="probability", pad=0.01)
+        return svg(figure)
+
+
+def paths(clusters: dict[str, dict[str, dict]]) -> str:
+    """A row for each cluster, a column for each stage: modules as nodes, layers to the right.
+
+    A stage has `nodes`, the share of the cluster's inputs that use a module of a layer, and `edges`, the share that
+    goes from one to one of the next.
+    """
+    titles = [*next(iter(clusters.values()))]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 1.35 * len(clusters) + 0.6), layout="constrained")
+        grid = figure.subplots(len(clusters), len(titles), squeeze=False, sharex=True, sharey=True)
+        for line, (name, stages), colour in zip(grid, clusters.items(), COLOURS[1:], strict=False):
+            for axes, stage in zip(line, stages.values(), strict=True):
+                for layer, edges in enumerate(stage["edges"], 1):
+                    for start, shares in enumerate(edges, 1):
+                        for end, share in enumerate(shares, 1):
+                            if share > 0.005:
+                                axes.plot([layer, layer + 1], [start, end], color=colour, linewidth=7 * share,
+                                          alpha=0.6, solid_capstyle="round", zorder=1)  # fmt: skip
+                places = [(x, y, share) for x, row in enumerate(stage["nodes"], 1) for y, share in enumerate(row, 1)]
+                xs, ys, shares = zip(*places, strict=True)
+                axes.scatter(xs, ys, [110 * share for share in shares], color=INK, zorder=2, linewidths=0)
+                axes.set_xlim(0.5, len(stage["nodes"]) + 0.5)
+                axes.set_ylim(len(stage["nodes"][0]) + 0.5, 0.5)
+                axes.set_xticks(range(1, len(stage["nodes"]) + 1))
+                axes.set_yticks(range(1, len(stage["nodes"][0]) + 1))
+            line[0].set_ylabel(f"{name}\nmodule", fontsize=9)
+        for axes, title in zip(grid[0], titles, strict=True):
+            axes.set_title(title, fontsize=9)
+        for axes in grid[-1]:
+            axes.set_xlabel("layer", fontsize=9)
         return svg(figure)

@@ -14,6 +14,7 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.provenance import dirty
 from neurocoder_lab.store import make_folder, read_json, waiting_for, write_json
 
+Curve = tuple[list[int], list[float], list[float]]  # steps, means, standard deviations
 FORMAT = 1
 FOLDER = "NEUROCODER_RESULTS"  # the environment's name for the folder of results
 
@@ -48,7 +49,7 @@ class Runs(list):
         """The final metric of each run that has it."""
         return [run["final"][metric] for run in self if metric in run["final"]]
 
-    def curve(self, metric: str) -> tuple[list[int], list[float], list[float]] | None:
+    def curve(self, metric: str) -> Curve | None:
         """Steps, mean and standard deviation over runs of equal length; None without runs."""
         curves = [run["curve"] for run in self if metric in run["curve"]]
         if not curves:
@@ -56,6 +57,11 @@ class Runs(list):
         steps = curves[0]["step"]
         columns = [*zip(*(curve[metric] for curve in curves if curve["step"] == steps), strict=True)]
         return steps, [mean(column) for column in columns], [deviation(column) for column in columns]
+
+    def curves(self, metric: str, named: dict[str, dict[str, Any]]) -> dict[str, Curve]:
+        """The curve of the runs with each name's settings; without the names of which there are no runs."""
+        found = {name: self.where(**settings).curve(metric) for name, settings in named.items()}
+        return {name: curve for name, curve in found.items() if curve is not None}
 
 
 def deviation(values: Any) -> float:

@@ -5,7 +5,8 @@
 One thread. A step is forward, backward with what the layers want added, and Adam, on a batch as in training. A round
 times a step of every variant, one after the other; a ratio is the median of a variant's times over the median of the
 plain network's in the same rounds. Every seed draws weights and inputs anew. DenseNet has a tenth of the rounds. Of
-recurrent networks the time steps a second are told, too.
+penn-treebank the plain network is the fixed module, and a step an iteration: with EM, a fifteenth of an E-step more.
+Of the Turing machine the time steps a second are told, too.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import neurocoder as nc
+from neurocoder.modular.training import ViterbiEM
 from neurocoder_lab import results
 from neurocoder_lab.bench import interleave
 from neurocoder_lab.chains import chains
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.experiments import algorithms, cifar, polynomial
+from neurocoder_lab.experiments import algorithms, cifar, penn_treebank, polynomial
+from neurocoder_lab.modules import BETWEEN, Lesson
 from neurocoder_lab.provenance import source
 
-Name = Literal["mlp", "lenet", "densenet", "polynomial-gru", "ntm"]
+Name = Literal["mlp", "lenet", "densenet", "polynomial-gru", "ntm", "penn-treebank"]
 NETWORKS: tuple[Name, ...] = get_args(Name)
 LIGHT: dict[str, dict[str, Any]] = {
     "hypernet": {"layer": nc.peers.HyperLinear},
@@ -48,6 +51,15 @@ GRU: dict[str, polynomial.Model] = {
     "neurocoder": "neurocoder-multi",
 }
 NTM: dict[str, algorithms.Model] = {model: model for model in algorithms.MODELS if model != "ntm"}
+TREEBANK: dict[str, penn_treebank.Row] = {
+    "original": ("fixed", 1, 1),
+    "fixed-3": ("fixed", 3, 3),
+    "em-1-of-15": ("em", 15, 1),
+    "em-3-of-15": ("em", 15, 3),
+    "reinforce-1-of-15": ("reinforce", 15, 1),
+    "topk-1-of-15": ("topk", 15, 1),
+}
+WORDS = 10_000
 DEPTH = 100  # of the DenseNet
 
 
@@ -57,6 +69,8 @@ def variants(network: Name) -> Mapping[str, Callable[[], nn.Module]]:
         return {name: partial(polynomial.build, model) for name, model in GRU.items()}
     if network == "ntm":
         return {name: partial(algorithms.build, model) for name, model in ({"original": "ntm"} | NTM).items()}
+    if network == "penn-treebank":
+        return {name: partial(penn_treebank.WordModel, WORDS, *row) for name, row in TREEBANK.items()}
     models = [model for model in cifar.MODELS if network == "lenet" or not model.endswith("all-dense")]
     made = {model: partial(cifar.build, network, 10, model, depth=DEPTH) for model in models}
     return made | {name: partial(cifar.recoded, network, 10, DEPTH, **options) for name, options in LIGHT.items()}
@@ -69,6 +83,9 @@ def batch(network: Name) -> tuple[Tensor, Tensor]:
     if network == "ntm":
         x, y, _ = chains(algorithms.BATCH, tasks=2)
         return x, y
+    if network == "penn-treebank":
+        word, following = torch.randint(WORDS, (2, penn_treebank.BATCH, penn_treebank.STEPS))
+        return word, following
     rows = cifar.BATCH[network]
     return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
 
@@ -89,12 +106,37 @@ def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
     return step
 
 
+def reader(model: nn.Module, word: Tensor, following: Tensor, method: penn_treebank.Method) -> Callable[[], float]:
+    """A function that times one iteration of a word model, with its share of an E-step."""
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    inputs = word, following, torch.zeros(len(word), penn_treebank.UNITS)
+    batch = inputs, following, torch.arange(len(word))
+    lesson = None if method == "fixed" else Lesson(method, model, lambda output, _: output[0], len(word))
+
+    def step() -> float:
+        start = time.perf_counter()
+        loss = -model(*inputs)[0].mean() if lesson is None else lesson.training.loss(*batch)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        learned = time.perf_counter()
+        if lesson is not None and isinstance(lesson.training, ViterbiEM):
+            lesson.training.expect(*batch)
+        return learned - start + (time.perf_counter() - learned) / BETWEEN
+
+    return step
+
+
 def compare(network: Name, repeats: int, seed: int) -> dict[str, dict[str, float]]:
     """The numbers of every variant."""
     torch.manual_seed(seed)
     models = {name: make() for name, make in variants(network).items()}
     x, y = batch(network)
-    times = interleave({name: stepper(model, x, y) for name, model in models.items()}, repeats)
+    steppers = {
+        name: reader(model, x, y, TREEBANK[name][0]) if network == "penn-treebank" else stepper(model, x, y)
+        for name, model in models.items()
+    }
+    times = interleave(steppers, repeats)
     length = x.shape[1] if x.dim() == 3 else None  # of sequences
     return {
         name: {

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import neurocoder as nc
-from neurocoder.functional import EPSILON, full_precision
+from neurocoder.functional import EPSILON
+from neurocoder.precision import full_precision
 
 TINY = 1e-16  # added to a weighting before its logarithm is taken
 SCALARS = 12  # of both heads: strength, gate, three shifts, sharpening

@@ -10,7 +10,7 @@ from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
 
 EXISTING = {*experiments.NAMES, *COUNTED}
-PLANNED = {"atari", "penn-treebank", "toy-regression", "modular-cifar"}
+PLANNED = {"atari"}
 
 NOT_JUDGED = {"forgetting"}  # ours, and no claim of a paper
 
@@ -52,7 +52,7 @@ def test_counted_results_have_what_their_rules_name():
 def test_a_rule_of_an_experiment_that_is_not_there_gives_not_run(tmp_path):
     """Whatever lies in the folder."""
     waiting = {name: rule for name, rule in rules().items() if rule.experiment not in EXISTING}
-    assert len(waiting) > 15
+    assert waiting
     names = {rule.experiment for rule in waiting.values()}
     runs = [run(group.where, seed, **{group.metric: 1.0}) for rule in waiting.values() for group in rule.groups()
             for seed in range(10)]  # fmt: skip
@@ -153,16 +153,21 @@ def test_not_better_by_a_point_needs_five_runs():
 def test_runs_that_are_too_short_decide_nothing():
     rows = [("em", 5, 1), ("em", 15, 1), ("fixed", 1, 1), ("fixed", 3, 3)]
 
-    def treebank(baseline):
+    def treebank(baseline, e_steps=16.0):
         level = {"em": 0.9 * baseline, "fixed": baseline}
         return [
             r
             for method, modules, choices in rows
-            for r in several({"method": method, "modules": modules, "choices": choices}, test_perplexity=level[method])
+            for r in several(
+                {"method": method, "modules": modules, "choices": choices},
+                test_perplexity=level[method],
+                e_steps=e_steps,
+            )
         ]
 
     assert verdict("mn-ptb-baseline", *treebank(250.0)) == "holds"
     assert verdict("mn-ptb-baseline", *treebank(400.0)) == "budget-too-short"
+    assert verdict("mn-ptb-baseline", *treebank(250.0, e_steps=1.0)) == "budget-too-short"
     densenet = {"network": "densenet", "dataset": "cifar10"}
     for budget, wanted in (("desk", "budget-too-short"), ("paper", "holds")):
         runs = several({"model": "neurocoder"} | densenet, budget=budget, test=95.0)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from neurocoder.conditional import Conditional, check_sizes, register
 from neurocoder.dispatch import Dispatch, check_dispatch, send
-from neurocoder.functional import full_precision
 from neurocoder.modular.route import Route
+from neurocoder.precision import full_precision
 from neurocoder.records import Choice
 
 Combine = Literal["sum", "concatenate"]
@@ -81,7 +81,7 @@ class Modular(Conditional):
         each = sum(p.numel() for p in self.pool[0].parameters())
         return each * self.choices if self.combine == "concatenate" else each
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Modules (..., K, k) for logits (..., K * M), and their weights where they are mixed (Eq. 2)."""
         self._tell()
         with full_precision(logits):
@@ -111,7 +111,10 @@ class Modular(Conditional):
 
     def _execute(self, x_Y: Tensor, chosen_YKk: Tensor, weights_YKk: Tensor | None) -> Tensor:
         """The outputs of the chosen modules, summed or concatenated (Eq. 1)."""
-        made = send(self.pool, x_Y, chosen_YKk.flatten(1), self.dispatch)
+        return self.combined(send(self.pool, x_Y, chosen_YKk.flatten(1), self.dispatch), chosen_YKk, weights_YKk)
+
+    def combined(self, made: Tensor, chosen_YKk: Tensor, weights_YKk: Tensor | None) -> Tensor:
+        """What the chosen modules made, (Y, K * k, O), summed or concatenated: (Y, ...)."""
         if self.activation is not None:
             made = F.relu(made)
         made = made.unflatten(1, chosen_YKk.shape[1:])
@@ -188,7 +191,7 @@ class Linear(Modular):
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         lead, x_YI, control_NC = self.arrange(x, control)
         logits_NX = self.controller(control_NC)
-        decided = self._choose(logits_NX.reshape(*lead, logits_NX.shape[-1]))
+        decided = self.choose(logits_NX.reshape(*lead, logits_NX.shape[-1]))
 
         def of_rows(value: Tensor) -> Tensor:
             return self.spread(value.reshape(-1, *value.shape[-2:]), x_YI)
@@ -290,7 +293,7 @@ class Conv2d(Modular):
         images = x if x.dim() == 4 else x[None]
         if self.input_size is not None and x.shape[-2:] != self.input_size:
             raise ValueError(f"built for images of {self.input_size}, got {tuple(x.shape[-2:])}")
-        y = self._execute(images, *self._choose(self.controller(self._seen(x, images, control))))
+        y = self._execute(images, *self.choose(self.controller(self._seen(x, images, control))))
         return y if x.dim() == 4 else y[0]
 
     def _seen(self, x: Tensor, images: Tensor, control: Tensor | None) -> Tensor:

@@ -56,13 +56,18 @@ class Route:
         self._modules += [log_p.shape[-1]] * self._chosen[-1].shape[1]
 
 
+def draw(log_p: Tensor) -> Tensor:
+    """Modules (..., K, 1) by lot."""
+    with torch.no_grad():
+        race = log_p - torch.empty_like(log_p).exponential_().log()  # the largest is a draw (Gumbel)
+        return race.argmax(-1, keepdim=True)
+
+
 class Sampled(Route):
     """Every choice drawn from the controller's distribution."""
 
     def choose(self, log_p: Tensor) -> tuple[Tensor, Tensor | None]:
-        with torch.no_grad():
-            race = log_p - torch.empty_like(log_p).exponential_().log()  # the largest is a draw (Gumbel)
-            chosen = race.argmax(-1, keepdim=True)
+        chosen = draw(log_p)
         self._note(log_p, chosen)
         return chosen, None
 
@@ -76,6 +81,12 @@ class Given(Route):
         self._expected = None if modules is None else modules.tolist()
 
     def choose(self, log_p: Tensor) -> tuple[Tensor, Tensor | None]:
+        chosen = self._due(log_p)
+        self._note(log_p, chosen)
+        return chosen, None
+
+    def _due(self, log_p: Tensor) -> Tensor:
+        """The next choices of the path."""
         shape, modules = log_p.shape[:-1], log_p.shape[-1]
         count = shape[1:].numel()
         if len(log_p) != len(self._path):
@@ -86,13 +97,21 @@ class Given(Route):
                 f"this forward makes other choices than the {self._path.shape[1]} that are stored for a data point: "
                 "the model, or the length of its input, has changed"
             )
-        chosen = self._path[:, self._next : self._next + count].to(log_p.device).reshape(*shape, 1).long()
-        self._next += count
-        self._note(log_p, chosen)
-        return chosen, None
+        self._next = due.stop
+        return self._path[:, due.start : due.stop].to(log_p.device).reshape(*shape, 1).long()
 
     def finished(self) -> bool:
         return self._next == self._path.shape[1]
+
+
+class GivenThenSampled(Given):
+    """The first data points, as many as there are paths, follow them; for all others choices are drawn."""
+
+    def choose(self, log_p: Tensor) -> tuple[Tensor, Tensor | None]:
+        first, others = log_p.tensor_split((len(self._path),))
+        chosen = torch.cat((self._due(first), draw(others)))
+        self._note(log_p, chosen)
+        return chosen, None
 
 
 class NoisyMixture(Route):

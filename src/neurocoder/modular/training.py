@@ -16,7 +16,7 @@ Shapes: B data points, T choices of one data point in all layers and calls, C cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log, pi
+from math import inf, log, pi
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder.diagnosis import selection_entropy
-from neurocoder.modular.route import Given, NoisyMixture, Route, Sampled, routed
+from neurocoder.modular.route import Given, GivenThenSampled, NoisyMixture, Route, Sampled, routed
 from neurocoder.records import Choice
 from neurocoder.trace import Trace
 from neurocoder.walk import call, evaluating, unwrap
@@ -120,25 +120,37 @@ class ViterbiEM(Training):
     def expect(self, inputs: Any, target: Any, index: Tensor) -> Tensor:
         """Partial E-step: the best of S samples and the stored choice, by p(y | x, a) p(a | x) (Eq. 11), is stored.
 
-        The model is in evaluation mode meanwhile. In data-parallel training the processes exchange what they found.
+        The model is in evaluation mode meanwhile. All samples are one batch, 1 + S times as large, where every tensor
+        of inputs and target has the data points along its first dimension; else they are scored one after the other.
+        In data-parallel training the processes exchange what they found.
         Returns the logarithm of Eq. 11 for each data point, after the step.
         """
         choices, modules = self._stored(inputs, index)
-        model = unwrap(self.model)
-        with evaluating(model):
-            route: Route = Given(choices[index.cpu()], modules)
-            best_B = self._joint(model, inputs, target, route)
-            best_BT = route.choices
-            for _ in range(self.samples):
-                route = Sampled()
-                joint_B = self._joint(model, inputs, target, route)
-                better_B = (joint_B > best_B) | best_B.isnan()
-                best_B = torch.where(better_B, joint_B, best_B)
-                best_BT = torch.where(better_B[:, None], route.choices, best_BT)
+        with evaluating(unwrap(self.model)):
+            joint_SB, paths_SBT = self._tried(inputs, target, choices[index.cpu()], modules)
+        best_B = joint_SB.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).argmax(0)  # of equal ones the first, the stored
+        best_BT = paths_SBT[best_B, torch.arange(len(best_B), device=best_B.device)]
+        best_B = joint_SB.gather(0, best_B[None])[0]
         self.choices, self.modules = choices, modules
         for places, best in _exchange(index.to(best_BT.device), best_BT):
             choices[places.cpu()] = best.to(choices)
         return best_B
+
+    def _tried(self, inputs: Any, target: Any, stored_BT: Tensor, modules: Tensor) -> tuple[Tensor, Tensor]:
+        """The stored compositions and then S samples: their joint log-probabilities (1 + S, B), and what they are.
+
+        They are one batch, unless a tensor has its data points elsewhere than along its first dimension.
+        """
+        model, count, times = unwrap(self.model), len(stored_BT), 1 + self.samples
+        try:
+            many = _copies(inputs, count, times), _copies(target, count, times)
+        except _NotFirst:
+            routes: list[Route] = [Given(stored_BT, modules), *(Sampled() for _ in range(self.samples))]
+            joint = [self._joint(model, inputs, target, route) for route in routes]
+            return torch.stack(joint), torch.stack([route.choices for route in routes])
+        route = GivenThenSampled(stored_BT, modules)
+        joint = self._joint(model, *many, route)
+        return joint.unflatten(0, (times, count)), route.choices.unflatten(0, (times, count))
 
     def loss(self, inputs: Any, target: Any, index: Tensor | None = None) -> Tensor:
         """- mean of log p(y | x, a*) + log p(a* | x), for the M-step (Eq. 8)."""
@@ -255,6 +267,23 @@ def entropies(seen: Trace) -> tuple[float, float]:
     if not pairs:
         raise ValueError("no modular layer was called: run the model inside of `with nc.trace(model) as seen`")
     return sum(a for a, _ in pairs) / len(pairs), sum(b for _, b in pairs) / len(pairs)
+
+
+class _NotFirst(Exception):
+    """A tensor has no data points along its first dimension."""
+
+
+def _copies(given: Any, count: int, times: int) -> Any:
+    """The data points of every tensor, so often one batch after the other."""
+    if isinstance(given, Tensor):
+        if not given.dim() or len(given) != count:
+            raise _NotFirst
+        return given.repeat(times, *[1] * (given.dim() - 1))
+    if isinstance(given, dict):
+        return {name: _copies(value, count, times) for name, value in given.items()}
+    if isinstance(given, (tuple, list)):
+        return type(given)(_copies(value, count, times) for value in given)
+    return given
 
 
 def _check_state(state: dict[str, Tensor], expected: set[str]) -> None:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
 from neurocoder.dispatch import Dispatch, check_dispatch, send
-from neurocoder.functional import full_precision
 from neurocoder.peers.peer import Peer
+from neurocoder.precision import full_precision
 from neurocoder.records import Mixture
 from neurocoder.walk import conditional_layers
 

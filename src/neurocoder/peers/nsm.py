@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import EPSILON, full_precision
+from neurocoder.functional import EPSILON
 from neurocoder.peers.peer import Peer
+from neurocoder.precision import full_precision
 from neurocoder.records import Mixture
 
 

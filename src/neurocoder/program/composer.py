@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from neurocoder.conditional import Conditional
 from neurocoder.functional import (
     attend,
-    full_precision,
     half_scores,
     only,
     product_score,
@@ -25,6 +24,7 @@ from neurocoder.functional import (
     sharpen,
     singular_values,
 )
+from neurocoder.precision import full_precision
 from neurocoder.program import gather
 from neurocoder.program.addressing import addressing
 from neurocoder.program.composition import Composition

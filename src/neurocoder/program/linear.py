@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import add_up, attend, autocasting, full_precision, sharpen, singular_values, transform
+from neurocoder.functional import add_up, attend, sharpen, singular_values, transform
+from neurocoder.precision import autocasting, full_precision
 from neurocoder.program import gather
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController

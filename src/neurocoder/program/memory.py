@@ -7,7 +7,8 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
-from neurocoder.functional import Rules, full_precision, orthogonality_loss
+from neurocoder.functional import Rules, orthogonality_loss
+from neurocoder.precision import full_precision
 from neurocoder.program.addressing import Addressing
 
 

@@ -50,6 +50,18 @@ CATALOGUE = {
         "Neurocoder, Fig 8",
         "image tasks one after the other on a frozen backbone: plain and Neurocoder heads, with and without SI",
     ),
+    "toy-regression": Entry(
+        "Modular Networks, Fig 3",
+        "two clusters with a linear map each, one of two modules a point: EM, REINFORCE, noisy top-k",
+    ),
+    "penn-treebank": Entry(
+        "Modular Networks, Tables 1 and 2, Figs 4 and 5",
+        "a modular GRU predicts words: EM, REINFORCE, noisy top-k and fixed modules, K of M",
+    ),
+    "modular-cifar": Entry(
+        "Modular Networks, Figs 2 and 6",
+        "small pictures by a network of modular layers: linear and convolutional controllers, and a plain baseline",
+    ),
     "forgetting": Entry(
         "ours: why Table 3 of Neurocoder does not come out",
         "Split MNIST, watched: what moves while later tasks are learned, what that costs, and variants that hold it",

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder_lab import data, figures, networks
-from neurocoder_lab.classification import Classifier, ImageConfig, normalise
+from neurocoder_lab.classification import PIXELS, Classifier, ImageConfig, normalise
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.papers import published
 from neurocoder_lab.results import Runs, spread
@@ -52,10 +52,6 @@ NAMES = {
 }
 
 CLASSES = {"cifar10": 10, "cifar100": 100}
-PIXELS = {  # mean and standard deviation of each channel
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-}
 BATCH = {"mlp": 128, "lenet": 128, "densenet": 32}
 NEUROCODER = {"slots": 30, "steps": 5, "heads": 3, "key_dim": 5, "least_used": 5, "residual": True}
 PEERS: dict[str, dict[str, Any]] = {

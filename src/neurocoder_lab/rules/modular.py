@@ -37,20 +37,28 @@ def _treebank() -> dict[str, Rule]:
     noisy = [Compare(mine, perplexity("topk", modules)) for mine, modules in zip(chosen, (5, 15), strict=True)]
     sure, sure_r = (group("h_a", method, 15, lower=True) for method in ("em", "reinforce"))
     used, used_r, used_k = (group("h_b", method, 15) for method in ("em", "reinforce", "topk"))
-    context, shuffled = (group(f"context_information{ending}", "em", 15) for ending in ("", "_shuffled"))
+    context, shuffled, untrained = (
+        group(f"context_information{ending}", "em", 15) for ending in ("", "_shuffled", "_untrained")
+    )
+    reached = Condition(
+        "E-steps that reach every segment five times: at 50,000 iterations they are sixteen",
+        [group("e_steps", "em", 15)],
+        lambda values: mean(values[0]) >= 5,
+        lambda values: f"E-steps reach a segment {mean(values[0]):.2g} times",
+    )
     treebank = {
         "mn-ptb-baseline": every(chosen, [one, three]),
         "mn-ptb-reinforce": tuple(reinforced),
         "mn-ptb-topk": tuple(noisy),
-        "mn-ptb-modules": (Compare(context, shuffled),),
+        "mn-ptb-modules": (Compare(context, shuffled), Compare(context, untrained)),
         "mn-collapse": every([used], [used_r, used_k]),
     }
-    by_claim = {name: Rule("penn-treebank", tests, enough=(level,)) for name, tests in treebank.items()}
+    by_claim = {name: Rule("penn-treebank", tests, enough=(level, reached)) for name, tests in treebank.items()}
     by_claim["mn-ptb-entropy"] = Rule(
         "penn-treebank",
         (Bound(sure, 0.2 * log(15)), Bound(used, 0.5 * log(15))),
         (steady(sure, sure_r), steady(used, used_r)),
-        enough=(level,),
+        enough=(level, reached),
         note="1 of 15 modules; the bounds are 0.2 ln 15 and 0.5 ln 15",
     )
     return by_claim

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neurocoder.functional import PAPER, Rules, full_precision
+from neurocoder.functional import PAPER, Rules
 from neurocoder.functional import compose_rows as plain_compose_rows
+from neurocoder.precision import full_precision, in_memory
 from neurocoder.program.kept import watched
 from neurocoder.program.kernel import equations, usage
 
@@ -123,7 +124,7 @@ class _Compose(torch.autograd.Function):
         inputs, outputs = Inputs(*saved[:given], ctx.setting), Outputs(*saved[given:])
         d_part = torch.zeros_like(outputs.part_PN) if d_part is None else d_part
         d_sigma = torch.zeros_like(outputs.sigma_RN) if d_sigma is None else d_sigma
-        if torch.is_grad_enabled() or not _in_memory(d_part):  # to be differentiated in turn, or a batch of gradients
+        if torch.is_grad_enabled() or not in_memory(d_part):  # to be differentiated in turn, or a batch of gradients
             run, tensors = _differentiable(inputs)
             d_tensors = torch.func.vjp(run, *tensors.values())[1]((d_part, d_sigma))
             by_name = dict(zip(tensors, d_tensors, strict=True))
@@ -145,15 +146,6 @@ class _Compose(torch.autograd.Function):
         if any(dims[name] is not None for name in _SHARED):
             return _each(info.batch_size, dims, Inputs(*inputs))
         return _folded(info.batch_size, dims, Inputs(*inputs))
-
-
-def _in_memory(tensor: Tensor) -> bool:
-    """Whether the tensor has memory of its own to write to; one that stands for a batch of others has not."""
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _differentiable(inputs: Inputs) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from neurocoder.functional import autocasting
+from neurocoder.precision import autocasting
 from neurocoder.program.kept import watched
 from neurocoder.program.kernel import equations
 
