@@ -100,7 +100,7 @@ def dots(
                         markerfacecolor="none" if hollow else colour, alpha=0.6 if hollow else 1, markersize=5,
                         elinewidth=1.2, label=f"{name}, paper" if hollow else name,
                     )  # fmt: skip
-        axes.set_xticks(range(len(places)), places)
+        axes.set_xticks(range(len(places)), places, fontsize=10 if len(places) < 7 else 8)
         axes.set_ylabel(label)
         axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         return svg(figure)

@@ -74,6 +74,13 @@ NAMES = {
     "defaults": "nc.recode(model, '*'): residual program, reading controller",
 }
 FREE = nc.Rules(free_keys=("left", "right", "values"))
+MOVED = {
+    "queries": "queries (1 - cosine)",
+    "keys": "keys (1 - cosine)",
+    "attention": "attention (half the L1 distance)",
+    "programs": "programs (over their length)",
+    "outputs": "outputs (over their length)",
+}
 HIDDEN = 256
 LOOKED_AT = 64  # images of the first task, whose programs are formed to see how far they moved
 
@@ -283,14 +290,18 @@ def draw(runs: Runs) -> list[Picture]:
         moves = {what: curve for what in MEASURES if (curve := mine.curve(f"moved_{what}")) is not None}
         if moves:
             title = f"{scenario} scenario, Adam: distance from what it was after task 1, for images of task 1"
-            lines = {what: ([*range(1, len(steps) + 1)], *rest) for what, (steps, *rest) in moves.items()}
-            label = "1 - cosine; half L1; relative"
-            pictures.append((title, figures.curves(lines, label, log=False, over="tasks learned")))
-        worth = {"\n+ ".join(subset) or "nothing": _worth(mine, "neurocoder", subset) for subset in SUBSETS}
-        if all(worth.values()):
-            points = [(mean(values), deviation(values)) for values in worth.values()]
-            title = f"{scenario} scenario, Adam: accuracy on tasks 1 to 4 at the end, with these parts put back"
-            pictures.append((title, figures.dots({"Neurocoder": points}, {}, [*worth], "accuracy, %")))
+            lines = {MOVED[what]: ([*range(1, len(steps) + 1)], *rest) for what, (steps, *rest) in moves.items()}
+            pictures.append((title, figures.curves(lines, "distance", log=False, over="tasks learned")))
+        points = {}
+        for method in METHODS:
+            here = runs.where(scenario=scenario, method=method)
+            worth = [_worth(here, "neurocoder", subset) for subset in SUBSETS]
+            if all(worth):
+                points[TITLES[method]] = [(mean(values), deviation(values)) for values in worth]
+        if points:
+            title = f"{scenario} scenario: accuracy on tasks 1 to 4 at the end, with these parts put back"
+            places = ["\n+ ".join(subset) or "nothing" for subset in SUBSETS]
+            pictures.append((title, figures.dots(points, {}, places, "accuracy, %")))
     return pictures
 
 
