@@ -12,6 +12,7 @@ from torch import nn
 import neurocoder as nc
 from neurocoder.functional import best, best_products, half_scores, product_score
 from neurocoder.program import gather
+from neurocoder.program.search import choose
 from tests import reference
 from tests.strategies import options, shake
 from tests.test_equations import QUIET, gradients, worst
@@ -341,6 +342,6 @@ def test_the_search_by_blocks_finds_the_best(slots):
     torch.manual_seed(0)
     layer = nc.Linear(6, 5, slots=slots, heads=3, top_k=4, sparse=True, dtype=torch.float64)
     query = torch.randn(3, 5, 3, 40, dtype=torch.float64)
-    found = gather.choose(query, layer.memory.keys(), layer.addressing)
+    found = choose(query, layer.memory.keys(), layer.addressing)
     wanted = torch.einsum("mpk,mkrn->mprn", layer.memory.keys(), query).topk(4, 1).indices
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)

@@ -25,7 +25,6 @@ from neurocoder.functional import (
     singular_values,
 )
 from neurocoder.precision import full_precision
-from neurocoder.program import gather
 from neurocoder.program.addressing import addressing
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LstmController, build_controller
@@ -33,6 +32,7 @@ from neurocoder.program.gates import gate_features, residual_scale, state_gate
 from neurocoder.program.kept import Kept, watched
 from neurocoder.program.memory import ProgramMemory, SparseMemory
 from neurocoder.program.options import OPTIONS, resolve
+from neurocoder.program.search import choose
 
 
 class Signals(NamedTuple):
@@ -137,7 +137,7 @@ class Composer(Conditional):
         every = product_score(half_scores(query_MKRN, sharp)) if how.product_keys else score(query_MKRN, sharp)
         if how.top_k is None:
             return every, None
-        slots_MkRN = gather.choose(query_MKRN, sharp, how)
+        slots_MkRN = choose(query_MKRN, sharp, how)
         return only(every, slots_MkRN), slots_MkRN
 
     def coordinates(self, composition: Composition) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -1,198 +1,213 @@
-"""Reading a few rows of a bank for each input, by gathering them: what it costs does not depend on how many there are.
+"""Reading a few rows of a memory for each input, by gathering them: the cost does not depend on how many there are.
 
-Shapes: see `neurocoder.functional`; k slots that a component reads, S = R * k of them for each of Y rows.
+`plain` has the equations; `compose_rows` is the same by hand, with a backward of its own: fewer passes over the rows,
+few small operations, and gradients of the rows that were read, each once.
+
+Shapes: see `neurocoder.functional`; k slots that a component reads, S = R * k of them for each of N rows; a key has H
+parts, two where it is a product, each of length K; T rows of a table of such parts.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from neurocoder.functional import EPSILON, best, best_products, half_scores, score, sharpen
-from neurocoder.program.addressing import Addressing
-from neurocoder.program.kept import watched
-from neurocoder.program.memory import ProgramMemory
+from neurocoder.functional import EPSILON, add_up, sharpen
+from neurocoder.program.kept import plainly
 
 _BLOCK = 2**17  # numbers gathered at a time: what the cache of a CPU holds
-_SIDE = 64  # slots in a block, of which the search looks at the best first
-_FEWEST = 8  # blocks: fewer are not worth a search
-_SCANNED = 1024  # slots that it scores at a time
 
 
-Read = tuple[Tensor, Tensor]  # slots, and attention to them
+class Setting(NamedTuple):
+    """What is no tensor."""
+
+    sharpness: float
+    order: str  # of the singular values
+    sparse: bool  # gradients of banks
+    sparse_keys: bool
 
 
-class Places:
-    """The slots that each row reads, (Y, S), and who reads each of them: found out once, however many ask."""
+class Slots:
+    """The slots that each component of a row reads, and who reads each slot: found out once, however many ask.
 
-    def __init__(self, slots_YS: Tensor):
-        self.slots_YS = slots_YS
+    Args:
+        slot_NRk: their numbers.
+        place_NRkH: the rows of the table of keys that their keys are made of.
+    """
+
+    def __init__(self, slot_NRk: Tensor, place_NRkH: Tensor):
+        self.slot_NRk, self.place_NRkH = slot_NRk, place_NRkH
+        self.slot_NS = slot_NRk.flatten(1)
 
     @cached_property
     def readers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The slots that anybody reads, in order; where the readers of each start in the list of all; that list; and
-        which place of `slots_YS` each of it was."""
-        at, order = self.slots_YS.flatten().sort()
+        which place of `slot_NS` each of it was."""
+        at, order = self.slot_NS.flatten().sort()
         rows, counts = torch.unique_consecutive(at, return_counts=True)
-        return rows, counts.cumsum(0) - counts, order // max(1, self.slots_YS.shape[1]), order
+        return rows, counts.cumsum(0) - counts, order // max(1, self.slot_NS.shape[1]), order
 
 
-def read(x_YI: Tensor, bank_PI: Tensor, places: Places, sparse: bool) -> Tensor:
-    """The product of each row of x with its rows of the bank: (Y, S)."""
-    if _plainly() or x_YI.dtype != bank_PI.dtype:
-        return (_rows(bank_PI, places.slots_YS, sparse) * x_YI[:, None]).sum(-1)
-    return _Read.apply(x_YI, bank_PI, places, sparse)  # pyright: ignore[reportReturnType]
+def compose_rows(
+    x_NI: Tensor,
+    query_MNRHK: Tensor,
+    banks: tuple[Tensor, Tensor, Tensor],
+    tables: list[Tensor],
+    slots: list[Slots],
+    setting: Setting,
+) -> tuple[Tensor, Tensor]:
+    """What a program of its own makes of each row, (N, O), and its singular values (N, R).
+
+    Args:
+        banks: left (P, I), right (P, O) and values (P, 1).
+        tables: of keys, (T, K), one for each bank, or one for all.
+        slots: that are read, as many.
+    """
+    if plainly() or any(tensor.dtype != x_NI.dtype for tensor in (*banks, *tables)):
+        return plain(x_NI, query_MNRHK, banks, tables, slots, setting)
+    y_NO, sigma_NR = _Compose.apply(x_NI, query_MNRHK, *banks, slots, setting, *tables)  # pyright: ignore
+    return y_NO, sigma_NR
 
 
-def write(weight_YS: Tensor, bank_PO: Tensor, places: Places, sparse: bool) -> Tensor:
-    """The sum of the rows of the bank, by their weights: (Y, O)."""
-    if _plainly() or weight_YS.dtype != bank_PO.dtype:
-        return (_rows(bank_PO, places.slots_YS, sparse) * weight_YS[..., None]).sum(1)
-    return _Write.apply(weight_YS, bank_PO, places, sparse)  # pyright: ignore[reportReturnType]
+def plain(
+    x_NI: Tensor,
+    query_MNRHK: Tensor,
+    banks: tuple[Tensor, Tensor, Tensor],
+    tables: list[Tensor],
+    slots: list[Slots],
+    setting: Setting,
+) -> tuple[Tensor, Tensor]:
+    """The equations: sparse gradients only where nobody compiles or maps."""
+    dtype, sparse = query_MNRHK.dtype, setting.sparse and not plainly()
+    weights = []
+    for query_NRHK, table, own in zip(query_MNRHK, tables, slots, strict=True):
+        key = F.embedding(own.place_NRkH, table, sparse=setting.sparse_keys and not plainly()).to(dtype)
+        unit = sharpen(query_NRHK, 1.0)[:, :, None]
+        weights.append((sharpen(key, setting.sharpness / key.shape[-2]) * unit).sum((-1, -2)).softmax(-1))
+    left, right, values = (
+        (F.embedding(own.slot_NRk, bank, sparse=sparse).to(dtype) * weight_NRk[..., None]).sum(2)
+        for own, bank, weight_NRk in zip(_each(slots), banks, _each(weights), strict=True)
+    )  # vectors of each component, (N, R, ...)
+    sigma_NR = add_up(values[..., 0].t(), setting.order).t()
+    inner_NR = (left * x_NI[:, None]).sum(-1)
+    return ((inner_NR * sigma_NR)[..., None] * right).sum(1), sigma_NR
 
 
-def spread(reads: list[Read], to_rows: Callable[[Tensor], Tensor]) -> list[tuple[Places, Tensor]]:
-    """Of slots and weights (k, R, N), those that each row of x reads, (Y, R * k); the same is spread once."""
-    done: list[tuple[Places, Tensor]] = []
-    for at, (slots_kRN, weight_kRN) in enumerate(reads):
-        if at and slots_kRN is reads[0][0]:
-            done.append(done[0])
-            continue
-        slots_YS, weight_YS = (to_rows(part.permute(2, 1, 0).flatten(1)) for part in (slots_kRN, weight_kRN))
-        done.append((Places(slots_YS), weight_YS))
-    return done
+def _each(parts: list) -> list:
+    """One for each of the three banks, where there is one for all."""
+    return parts * 3 if len(parts) == 1 else parts
 
 
-@torch.no_grad()
-def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Tensor:
-    """The slots that each component reads, (M, k, R, N)."""
-    if how.product_keys:
-        return best_products(half_scores(query_MKRN, sharp), how.top_k)
-    blocks = sharp.shape[1] // _SIDE
-    if _plainly() or blocks < max(how.top_k, _FEWEST):
-        return best(score(query_MKRN, sharp), how.top_k)
-    found = [_search(query.flatten(1), keys, how.top_k) for query, keys in zip(query_MKRN, sharp, strict=True)]
-    return torch.stack(found).unflatten(2, query_MKRN.shape[2:])
-
-
-def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> Tensor:
-    """The slots of the largest products, (count, X): they lie in the blocks of the largest maxima, and only of those is
-    each slot looked at. The scores of all slots are never held at once."""
-    query_XK, (slots, size) = query_KX.t().contiguous(), sharp_PK.shape
-    rest = -slots % _SIDE
-    if rest:  # what fills the last block is never chosen
-        sharp_PK = F.pad(F.pad(sharp_PK, (0, 1)), (0, 0, 0, rest))
-        sharp_PK[slots:, size] = torch.finfo(sharp_PK.dtype).min / 2
-        query_XK = F.pad(query_XK, (0, 1), value=1.0)
-    best_BX = sharp_PK.new_empty(len(sharp_PK) // _SIDE, len(query_XK))
-    for at in range(0, len(sharp_PK), _SCANNED):
-        score_PX = sharp_PK[at : at + _SCANNED] @ query_XK.t()
-        torch.amax(score_PX.unflatten(0, (-1, _SIDE)), 1, out=best_BX[at // _SIDE : (at + _SCANNED) // _SIDE])
-    block_Xk = best_BX.t().contiguous().topk(count, sorted=False).indices
-    keys_XCK = sharp_PK.view(-1, _SIDE * sharp_PK.shape[1])[block_Xk].view(len(query_XK), -1, sharp_PK.shape[1])
-    place_Xk = torch.einsum("xck,xk->xc", keys_XCK, query_XK).topk(count, sorted=False).indices
-    return (block_Xk.gather(1, place_Xk // _SIDE) * _SIDE + place_Xk % _SIDE).t()
-
-
-def attend(
-    query_MKRN: Tensor, memory: ProgramMemory, how: Addressing, sharpness: float, sharp_keys: Callable
-) -> list[Read]:
-    """Of the left, the right and the value memory, the slots that are read and the attention to them, each (k, R, N):
-    a softmax over those alone."""
-    with torch.no_grad():  # the keys of slots that are not read need no gradient
-        sharp = sharp_keys(query_MKRN.dtype)
-    slots_MkRN = choose(query_MKRN, sharp, how)
-    reads = []
-    for query_KRN, slots_kRN, bank in zip(query_MKRN, slots_MkRN, how.banks, strict=True):
-        key = memory.bank_keys(bank)
-        if how.product_keys:
-            places = slots_kRN.div(key.shape[1], rounding_mode="floor"), slots_kRN % key.shape[1]
-            halves = zip(query_KRN.chunk(2), key, places, strict=True)
-            first, second = (cosine(query, half[at], sharpness / 2) for query, half, at in halves)
-            score_kRN = first + second
-        else:
-            score_kRN = cosine(query_KRN, _rows(key, slots_kRN, how.sparse), sharpness)
-        reads.append((slots_kRN, score_kRN.softmax(0)))
-    return reads * 3 if how.one_choice else reads
-
-
-def values(column_P1: Tensor, slots_kRN: Tensor, weight_kRN: Tensor, sparse: bool) -> Tensor:
-    """What is attended to of the value memory, (R, N)."""
-    return (_rows(column_P1, slots_kRN, sparse)[..., 0].to(weight_kRN.dtype) * weight_kRN).sum(0)
-
-
-def cosine(query_KRN: Tensor, key_kRNK: Tensor, sharpness: float) -> Tensor:
-    """The sharpened cosines of queries with keys of their own, the inside of Eq. 11: (k, R, N)."""
-    query_RNK = query_KRN.movedim(0, -1)
-    unit_RNK = query_RNK * query_RNK.square().sum(-1, keepdim=True).add(EPSILON).rsqrt()
-    return (sharpen(key_kRNK.to(unit_RNK.dtype), sharpness) * unit_RNK).sum(-1)
-
-
-def _rows(bank_PI: Tensor, slots: Tensor, sparse: bool) -> Tensor:
-    """These rows of the bank, (*slots, I)."""
-    return F.embedding(slots, bank_PI, sparse=sparse and not _plainly())
-
-
-def _plainly() -> bool:
-    """Whether somebody maps, compiles or differentiates forward, and plain operations are to be had."""
-    return torch.compiler.is_compiling() or watched()
-
-
-class _Read(torch.autograd.Function):
+class _Compose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_YI, bank_PI, places, sparse):
-        ctx.save_for_backward(x_YI, bank_PI)
-        ctx.places, ctx.sparse = places, sparse
-        return _products(x_YI, bank_PI, places.slots_YS)
+    def forward(ctx, x_NI, query_MNRHK, left_PI, right_PO, column_P1, slots, setting, *tables):
+        ctx.slots, ctx.setting = slots, setting
+        scale = query_MNRHK.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
+        unit = query_MNRHK * scale
+        key = torch.stack([F.embedding(own.place_NRkH, table) for own, table in zip(slots, tables, strict=True)])
+        length = key.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
+        way = key.mul_(length)  # (M, N, R, k, H, K)
+        cosine_MNRk = (way * unit[:, :, :, None]).sum((-1, -2))
+        weight_MNRk = cosine_MNRk.mul_(setting.sharpness / way.shape[-2]).softmax(-1)
+        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MNRk])
+        held_NRk = F.embedding(value.slot_NRk, column_P1)[..., 0]
+        attended_NR = (held_NRk * s).sum(-1)
+        ladder_RR = _ladder(attended_NR.shape[1], setting.order, attended_NR.dtype, attended_NR.device)
+        sigma_NR = F.softplus(attended_NR) @ ladder_RR
+        read_NRk = _products(x_NI, left_PI, left.slot_NS).view_as(w)
+        inner_NR = (read_NRk * w).sum(-1)
+        part_NRk = (inner_NR * sigma_NR)[..., None] * v
+        y_NO = _sums(right.slot_NS, right_PO, part_NRk.flatten(1))
+        ctx.save_for_backward(
+            x_NI, query_MNRHK, left_PI, right_PO, column_P1, *tables, scale, unit, length, way, weight_MNRk, held_NRk,
+            attended_NR, sigma_NR, read_NRk, inner_NR, part_NRk,
+        )  # fmt: skip
+        return y_NO, sigma_NR
 
     @staticmethod
     def backward(ctx, *d_outputs):
-        (d_YS,) = d_outputs
-        x_YI, bank_PI = ctx.saved_tensors
-        d_x = write(d_YS, bank_PI, ctx.places, ctx.sparse) if ctx.needs_input_grad[0] else None
-        d_bank = _outer(d_YS, x_YI, bank_PI, ctx.places, ctx.sparse) if ctx.needs_input_grad[1] else None
-        return d_x, d_bank, None, None
+        d_y_NO, d_sigma_NR = d_outputs
+        saved, slots, setting, needed = ctx.saved_tensors, ctx.slots, ctx.setting, ctx.needs_input_grad
+        count = len(slots)
+        if torch.is_grad_enabled():  # somebody wants derivatives of it
+            return _again(saved[: 5 + count], slots, setting._replace(sparse=False, sparse_keys=False), d_outputs)
+        x_NI, _, left_PI, right_PO, column_P1 = saved[:5]
+        scale, unit, length, way, weight_MNRk, held_NRk, attended_NR, sigma_NR, read_NRk, inner_NR, part_NRk = saved[
+            5 + count :
+        ]
+        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MNRk])
+
+        d_part_NRk = _products(d_y_NO, right_PO, right.slot_NS).view_as(v)
+        d_right = _outer(part_NRk.flatten(1), d_y_NO, right_PO, right, setting.sparse) if needed[3] else None
+        d_both_NR = (d_part_NRk * v).sum(-1)
+        d_inner_NR, d_sigma_NR = d_both_NR * sigma_NR, torch.addcmul(d_sigma_NR, d_both_NR, inner_NR)
+        d_read_NS = (d_inner_NR[..., None] * w).flatten(1)
+        d_x = _sums(left.slot_NS, left_PI, d_read_NS) if needed[0] else None
+        d_left = _outer(d_read_NS, x_NI, left_PI, left, setting.sparse) if needed[2] else None
+        ladder_RR = _ladder(attended_NR.shape[1], setting.order, attended_NR.dtype, attended_NR.device)
+        d_attended_NR1 = (d_sigma_NR @ ladder_RR.t()).mul_(attended_NR.sigmoid())[..., None]
+        d_column = _scattered(d_attended_NR1 * s, value.slot_NRk, column_P1, setting.sparse) if needed[4] else None
+        d_query, d_tables = None, [None] * count
+        if needed[1] or any(needed[7:]):
+            d_w, d_v, d_s = d_inner_NR[..., None] * read_NRk, d_part_NRk, d_attended_NR1 * held_NRk
+            d_v = d_v.mul_((inner_NR * sigma_NR)[..., None])
+            d_weight = (d_w.add_(d_v).add_(d_s))[None] if count == 1 else torch.stack((d_w, d_v, d_s))
+            along = (d_weight * weight_MNRk).sum(-1, keepdim=True)
+            d_cosine = (d_weight.sub_(along)).mul_(weight_MNRk).mul_(setting.sharpness / way.shape[-2])[..., None, None]
+            d_unit = (d_cosine * way).sum(3)
+            d_query = d_unit.addcmul_(unit, (d_unit * unit).sum(-1, keepdim=True), value=-1).mul_(scale)
+            if any(needed[7:]):
+                d_way = d_cosine * unit[:, :, :, None]
+                d_key = d_way.addcmul_(way, (d_way * way).sum(-1, keepdim=True), value=-1).mul_(length)
+                d_tables = [
+                    _scattered(d, own.place_NRkH, table, setting.sparse_keys)
+                    for d, own, table in zip(d_key, slots, saved[5:], strict=False)
+                ]
+        return d_x, d_query, d_left, d_right, d_column, None, None, *d_tables
 
 
-class _Write(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight_YS, bank_PO, places, sparse):
-        ctx.save_for_backward(weight_YS, bank_PO)
-        ctx.places, ctx.sparse = places, sparse
-        return _sums(places.slots_YS, bank_PO, weight_YS)
-
-    @staticmethod
-    def backward(ctx, *d_outputs):
-        (d_YO,) = d_outputs
-        weight_YS, bank_PO = ctx.saved_tensors
-        d_weight = read(d_YO, bank_PO, ctx.places, ctx.sparse) if ctx.needs_input_grad[0] else None
-        d_bank = _outer(weight_YS, d_YO, bank_PO, ctx.places, ctx.sparse) if ctx.needs_input_grad[1] else None
-        return d_weight, d_bank, None, None
+def _again(inputs: tuple[Tensor, ...], slots: list[Slots], setting: Setting, d_outputs: tuple) -> tuple:
+    """Gradients that can be differentiated in turn: those of the plain function."""
+    x_NI, query, *rest = inputs
+    outputs = plain(x_NI, query, tuple(rest[:3]), rest[3:], slots, setting)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, d_outputs, create_graph=True, allow_unused=True))
+    d_inputs = [next(found) if tensor.requires_grad else None for tensor in inputs]
+    return *d_inputs[:5], None, None, *d_inputs[5:]
 
 
-def _products(x_YI: Tensor, bank_PI: Tensor, slots_YS: Tensor) -> Tensor:
-    """Where PyTorch can, as a product of which only some entries are computed; else by gathering as many rows at a time
-    as the cache holds."""
-    count, each = slots_YS.shape
-    if x_YI.is_cpu and count and 0 < each <= len(bank_PI) and _samples():
+@cache
+def _ladder(components: int, order: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The sums of Eq. 8 as a product: terms (N, R) @ ladder are the singular values."""
+    ones = torch.ones(components, components, dtype=dtype, device=device)
+    if order == "ascending":
+        return ones.triu_()
+    return ones.tril_() if order == "descending" else ones.triu_().flip(1)
+
+
+def _products(x_NI: Tensor, bank_PI: Tensor, slot_NS: Tensor) -> Tensor:
+    """The product of each row with its rows of the bank, (N, S). Where PyTorch can, as a product of which only some
+    entries are computed; else by gathering as many rows at a time as the cache holds."""
+    count, each = slot_NS.shape
+    if x_NI.is_cpu and count and 0 < each <= len(bank_PI) and _samples():
         starts = torch.arange(0, count * each + 1, each)
         wanted = torch.sparse_csr_tensor(
-            starts, slots_YS.flatten(), x_YI.new_zeros(count * each), (count, len(bank_PI)), check_invariants=False
+            starts, slot_NS.flatten(), x_NI.new_zeros(count * each), (count, len(bank_PI)), check_invariants=False
         )
-        return torch.sparse.sampled_addmm(wanted, x_YI, bank_PI.t(), beta=0.0).values().view(count, each)
+        return torch.sparse.sampled_addmm(wanted, x_NI, bank_PI.t(), beta=0.0).values().view(count, each)
     some = max(1, _BLOCK // max(1, each * bank_PI.shape[1]))
     buffer = bank_PI.new_empty(min(some, count) * each, bank_PI.shape[1])
-    product_YS = torch.empty(slots_YS.shape, dtype=bank_PI.dtype, device=bank_PI.device)
+    product_NS = torch.empty(slot_NS.shape, dtype=bank_PI.dtype, device=bank_PI.device)
     for at in range(0, count, some):
-        part = slots_YS[at : at + some]
+        part = slot_NS[at : at + some]
         held = torch.index_select(bank_PI, 0, part.flatten(), out=buffer[: part.numel()]).unflatten(0, part.shape)
-        torch.sum(held.mul_(x_YI[at : at + some, None]), -1, out=product_YS[at : at + some])
-    return product_YS
+        torch.sum(held.mul_(x_NI[at : at + some, None]), -1, out=product_NS[at : at + some])
+    return product_NS
 
 
 @cache
@@ -202,8 +217,7 @@ def _samples() -> bool:
     if not torch.backends.mkl.is_available():
         return False
     with warnings.catch_warnings(action="ignore"):
-        one = torch.ones(1, dtype=torch.long)
-        wanted = torch.sparse_csr_tensor(torch.arange(2), one - 1, torch.zeros(1), (1, 1))
+        wanted = torch.sparse_csr_tensor(torch.arange(2), torch.zeros(1, dtype=torch.long), torch.zeros(1), (1, 1))
         try:
             torch.sparse.sampled_addmm(wanted, torch.ones(1, 1), torch.ones(1, 1), beta=0.0)
         except RuntimeError:
@@ -216,13 +230,18 @@ def _sums(rows: Tensor, table: Tensor, weights: Tensor, starts: Tensor | None = 
     return F.embedding_bag(rows, table.detach(), starts, per_sample_weights=weights.detach(), mode="sum")
 
 
-def _outer(weight_YS: Tensor, x_YI: Tensor, bank_PI: Tensor, places: Places, sparse: bool) -> Tensor:
-    """The gradient of the bank: what each row was weighed by, times what it met, added up over those that read it."""
-    if torch.is_grad_enabled():  # somebody wants derivatives of it
-        values = (weight_YS[..., None] * x_YI[:, None]).flatten(0, 1)
-        return torch.zeros_like(bank_PI).index_add(0, places.slots_YS.flatten(), values)
-    rows, starts, readers, order = places.readers
-    values = _sums(readers, x_YI, weight_YS.flatten()[order], starts)
+def _outer(weight_NS: Tensor, x_NI: Tensor, bank_PI: Tensor, slots: Slots, sparse: bool) -> Tensor:
+    """The gradient of a bank: what each row was weighed by, times what it met, added up over those that read it."""
+    rows, starts, readers, order = slots.readers
+    values = _sums(readers, x_NI, weight_NS.flatten()[order], starts)
     if not sparse:
         return torch.zeros_like(bank_PI).index_copy_(0, rows, values)
     return torch.sparse_coo_tensor(rows[None], values, bank_PI.shape, check_invariants=False, is_coalesced=True)
+
+
+def _scattered(d: Tensor, place: Tensor, table_TK: Tensor, sparse: bool) -> Tensor:
+    """The gradient of a narrow table from that of the rows that were taken from it."""
+    rows, values = place.flatten(), d.reshape(place.numel(), table_TK.shape[1])
+    if not sparse:
+        return torch.zeros_like(table_TK).index_add_(0, rows, values)
+    return torch.sparse_coo_tensor(rows[None], values, table_TK.shape, check_invariants=False)

@@ -20,6 +20,11 @@ def watched() -> bool:
     return _transformed() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def plainly() -> bool:
+    """Whether somebody compiles, maps or differentiates forward: then nothing is written by hand."""
+    return torch.compiler.is_compiling() or watched()
+
+
 class Kept:
     """What a layer with a memory and a controller made from its parameters, and how to see that one of them changed.
 

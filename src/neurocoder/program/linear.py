@@ -5,7 +5,6 @@ Shapes: see `neurocoder.functional`; Y rows of x, of which X share each of the N
 
 from __future__ import annotations
 
-from functools import partial
 from math import log
 from typing import Unpack
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
-from neurocoder.functional import add_up, attend, sharpen, singular_values, transform
+from neurocoder.functional import attend, sharpen, singular_values, transform
 from neurocoder.precision import autocasting, full_precision
 from neurocoder.program import gather
 from neurocoder.program.composition import Composition
@@ -24,6 +23,7 @@ from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
 from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.options import Options, spelled_out
+from neurocoder.program.search import choose
 
 _GATHERED = 8  # rows are gathered where a memory has so many slots for each that an input reads
 
@@ -176,20 +176,29 @@ class Linear(ProgramLayer):
             control_NC = F.linear(x_YI, memory.left) if self.controller_sees == "read" else x_YI
         if self.watched:
             self._note(self.compose(control_NC), lead)
-        query, _, opening_N = self._signals(control_NC.t())
+        query_MKRN, _, opening_N = self._signals(control_NC.t())
         with full_precision(x_YI):
-            reads = gather.attend(query, memory, how, self.sharpness, self._sharp_keys)
-            sigma_RN = add_up(gather.values(memory.column, *reads[2], how.sparse), self.rules.order)
-            residual_N = residual_scale(opening_N, sigma_RN, self.rules.order)
-            (left, w_YS), (right, v_YS) = gather.spread(reads[:2], partial(self.spread, x_YI=x_YI))
-            sigma_YR = self.spread(sigma_RN.t(), x_YI)
-            read_YS = gather.read(x_YI.to(query.dtype), memory.left, left, how.sparse) * w_YS
-            part_YR = read_YS.unflatten(1, (sigma_YR.shape[1], -1)).sum(2) * sigma_YR * self.gain
-            part_YS = part_YR.repeat_interleave(how.top_k, 1) * v_YS
-            y = gather.write(part_YS, memory.right, right, how.sparse)
-            y = y if self.bias is None else y + self.bias
+            with torch.no_grad():  # keys of slots that are not read need no gradient
+                sharp = self._sharp_keys(query_MKRN.dtype)
+            slots_MkRN = choose(query_MKRN, sharp, how)
+            query_MNRK, slots_MNRk = (part.permute(0, 3, 2, 1) for part in (query_MKRN, slots_MkRN))
+            x = x_YI.to(query_MNRK.dtype)
+            rows, programs = x.shape[0], control_NC.shape[0]  # len() would fix the size of an exported batch
+            if rows != programs:
+                share = rows // max(1, programs)
+                query_MNRK, slots_MNRk = (part.repeat_interleave(share, 1) for part in (query_MNRK, slots_MNRk))
+                opening_N = None if opening_N is None else self.spread(opening_N, x)
+            banks = memory.left, memory.right, memory.column
+            keys = [memory.bank_keys(bank) for bank in how.banks]
+            read = [gather.Slots(own, how.places(own, self.slots)) for own in slots_MNRk]
+            setting = gather.Setting(self.sharpness, self.rules.order, how.sparse, how.sparse and not how.product_keys)
+            query_MNRHK = query_MNRK.unflatten(-1, (2 if how.product_keys else 1, -1))
+            tables = [key.flatten(0, -2) for key in keys] if how.product_keys else keys
+            y, sigma_NR = gather.compose_rows(x, query_MNRHK, banks, tables, read, setting)
+            residual_N = residual_scale(opening_N, sigma_NR.t(), self.rules.order)
+            y = y * self.gain if self.bias is None else torch.addcmul(self.bias, y, self.gain)
         y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
-        return y, None if residual_N is None else self.spread(residual_N, x_YI)
+        return y, residual_N
 
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
