@@ -13,16 +13,8 @@ from neurocoder_lab.experiments import forgetting
 from neurocoder_lab.experiments.forgetting import EXPERIMENT, Forgetting
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
-from tests.lab import pictures
 
-
-@pytest.fixture(autouse=True)
-def _digits(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.getbasetemp() / "digits"
-    for split, count in (("train", 600), ("test", 100)) if not folder.exists() else ():
-        pictures.write(folder, "mnist", split, count)
-    monkeypatch.setenv("NEUROCODER_DATA", str(folder))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+pytestmark = pytest.mark.usefixtures("digits")
 
 
 def test_with_everything_put_back_a_task_is_as_it_was_when_learned(tmp_path):

@@ -14,16 +14,8 @@ from neurocoder_lab.experiments import large_memory
 from neurocoder_lab.experiments.large_memory import EXPERIMENT, VARIANTS, LargeMemory
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
-from tests.lab import pictures
 
-
-@pytest.fixture(autouse=True)
-def _digits(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.getbasetemp() / "digits"
-    for split, count in (("train", 600), ("test", 100)) if not folder.exists() else ():
-        pictures.write(folder, "mnist", split, count)
-    monkeypatch.setenv("NEUROCODER_DATA", str(folder))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+pytestmark = pytest.mark.usefixtures("digits")
 
 
 def test_networks_have_as_many_parameters_as_the_sparse_one():

@@ -13,21 +13,8 @@ from neurocoder_lab.experiments.mnist_linear import EXPERIMENT, STEPS, MnistLine
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
 from neurocoder_lab.sweep import grid
-from tests.lab import pictures
 
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for split, count in (("train", 600), ("test", 100)):
-        pictures.write(folder, "mnist", split, count)
-    return {"NEUROCODER_DATA": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-
-
-@pytest.fixture(autouse=True)
-def _here(places, monkeypatch):
-    for name, value in places.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("digits")
 
 
 def test_no_neurocoder_is_larger_than_the_linear_classifier():
