@@ -1,6 +1,6 @@
 """A small game that takes a memory: a cue is seen once, then nothing, and in the end it must be named.
 
-    python -m tests.lab.cue FOLDER TRAINER STEPS    an experiment with it, in a process of its own
+python -m tests.lab.cue FOLDER TRAINER STEPS    an experiment with it, in a process of its own
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAINERS = {"sync": Synchronous, "a3c": Asynchronous}
 
 
 class Cue(gymnasium.Env):
-    """Seen: the cue (-1 or 1) at first, and whether it is asked for; the answer counts 5, of which the learner sees 1."""
+    """Seen: the cue (-1 or 1) at first, and whether it is asked for. The answer counts 5; the learner sees 1 of it."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)

@@ -71,7 +71,7 @@ class Agent(Task):
         return []
 
     def evaluate(self) -> dict[str, float]:
-        """Score: the mean of some whole episodes, always the same; in training: of the last hundred, 0 before one ends."""
+        """Score: the mean of some whole episodes, always the same; in training: of the last ones, 0 before one ends."""
         scores, recent = self.scores(TESTED, self.work.episodes[0]), self.recent()
         counts = {"environment_steps": self.played, "frames": SKIP * self.played}
         return {"score": mean(scores), "train_score": mean(recent) if recent else 0.0} | counts

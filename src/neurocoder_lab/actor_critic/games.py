@@ -24,8 +24,7 @@ LONGEST = 108_000  # frames of an episode: half an hour of play, where most publ
 class About:
     """A game: the emulator's name of it, its actions, and scores of a random agent and of a human tester.
 
-    Both scores are those of Wang et al. 2016 (Dueling network architectures, supplementary, Table 2: episodes that begin
-    with up to 30 idle steps); Mnih et al. 2015 have the same players.
+    The scores are those of Wang et al. 2016 (Dueling Network Architectures, Table 2: up to 30 idle steps first).
     """
 
     rom: str
@@ -48,16 +47,16 @@ def make(
 ) -> VectorEnv:
     """So many environments of a game, to be stepped together; one that ends begins anew in the same step.
 
-    They give true rewards: what is clipped, and what a lost life means, is the learner's. No frame is skipped but by
-    the four of a step, of which the last two are joined (Mnih et al. 2015: sprites flicker). An episode begins with up to
-    30 idle steps.
+    They give true rewards: what is clipped, and what a lost life means, is the learner's. The emulator
+    skips no frame; of the four of a step the last two are joined (Mnih et al. 2015: sprites flicker). An episode begins
+    with up to 30 idle frames.
 
     Args:
         sticky: probability that the emulator repeats the last action instead (Machado et al. 2018: 0.25).
         longest: frames after which an episode is cut.
         threads: of the emulators.
-        colour: the whole screen, (1, 210, 160, 3), for eyes; else four gray pictures, (4, 84, 84), for the agent. The same
-            seed and actions give the same episode.
+        colour: the whole screen, (1, 210, 160, 3), for eyes; else four gray pictures, (4, 84, 84), for the agent. The
+            same seed and actions give the same episode.
     """
     try:
         from ale_py import ALEInterface, LoggerMode

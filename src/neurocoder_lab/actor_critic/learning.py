@@ -31,7 +31,7 @@ class Settings:
         rate: of RMSProp; it falls to zero with the steps (by letter: 7e-4; Mnih draws it anew for every run).
         decay: of RMSProp's mean of squares (Mnih, section 8).
         epsilon: of RMSProp, under the root (by letter).
-        norm: the longest gradient of all parameters (universe-starter-agent; Mnih has none).
+        norm: the longest gradient of all parameters (universe-starter-agent; Mnih says nothing of one).
         clip: rewards count as -1, 0, 1 or what lies between (Mnih et al. 2015; by letter).
         lives: whether nothing that comes after the loss of a life counts before it (Mnih et al. 2015).
         orthogonal: weight of the orthogonal loss of program memories (a in Neurocoder's Table 5).
@@ -77,7 +77,7 @@ def returns(reward_TN: Tensor, end_TN: Tensor, last_N: Tensor, discount: float) 
 
 
 def loss(network: nn.Module, rollout: Rollout, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum over the steps of Mnih's Algorithm S3, a mean over the environments; and what to log of it, by the step."""
+    """Mnih's Algorithm S3, summed over the steps of all environments, as if each were a worker; and means, to log."""
     logits_TNA, value_TN, _ = network(rollout.seen_TN, rollout.state, rollout.fresh_TN)
     end_TN = rollout.over_TN | rollout.lost_TN if settings.lives else rollout.over_TN
     reward_TN = rollout.reward_TN.clamp(-settings.clip, settings.clip)
@@ -91,8 +91,9 @@ def loss(network: nn.Module, rollout: Rollout, settings: Settings) -> tuple[Tens
         "entropy": -(log_TNA.exp() * log_TNA).sum(-1).mean(),
     }
     of_step = parts["policy_loss"] + settings.value * parts["value_loss"] - settings.entropy * parts["entropy"]
-    total = len(rollout.reward_TN) * of_step
-    return total, {"loss": of_step.detach()} | {name: part.detach() for name, part in parts.items()}
+    return of_step * value_TN.numel(), {"loss": of_step.detach()} | {
+        name: part.detach() for name, part in parts.items()
+    }
 
 
 def orthogonal(model: nn.Module, settings: Settings) -> Tensor | float:

@@ -17,10 +17,9 @@ class Synchronous(Agent):
     player: Player | None = None
 
     def attach(self, accelerator: Accelerator) -> None:
-        if self.work.environments % accelerator.num_processes:
-            raise LabError(
-                f"{self.work.environments} environments cannot be shared evenly by {accelerator.num_processes} processes"
-            )
+        count, processes = self.work.environments, accelerator.num_processes
+        if count % processes:
+            raise LabError(f"{count} environments cannot be shared evenly by {processes} processes")
         super().attach(accelerator)
 
     def step(self, index: int) -> dict[str, Tensor]:
@@ -37,8 +36,9 @@ class Synchronous(Agent):
         return self.player.rollout(self.model, self.work.settings.rollout)
 
     def improve(self, rollout: Rollout) -> dict[str, Tensor]:
-        total, parts = loss(self.network, rollout, self.work.settings)
-        self.learn(total + orthogonal(self.model, self.work.settings), norm=self.work.settings.norm)
+        settings, processes = self.work.settings, self.accelerator.num_processes  # whose gradients are averaged
+        total, parts = loss(self.network, rollout, settings)
+        self.learn(processes * total + orthogonal(self.model, settings), norm=settings.norm)
         return parts
 
     def recent(self) -> list[float]:

@@ -5,8 +5,8 @@
     neurocoder run atari --trainer a3c --workers 16 --budget paper
     python -m neurocoder_lab.actor_critic.film RUN_FOLDER game.gif
 
-An agent sees and acts once in four frames of the emulator: a step is four frames. What it learns from are rewards between
--1 and 1 and lives; its scores are the game's own. docs/paper.md has what the paper leaves open.
+An agent sees and acts once in four frames of the emulator: a step is four frames. It learns from lives, and from
+rewards cut to -1 to 1; its scores are the game's own. docs/paper.md has what the paper leaves open.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ FRAMES = {"smoke": 2 * 1280, "desk": 1_536_000}
 LONG = ("seaquest", "mspacman")  # 32 million steps in the paper; the other games, 300 million
 EVALUATIONS = 20
 EPISODES = {"smoke": (2, 2), "desk": (5, 30), "paper": (10, 100)}
-TESTED = {"smoke": 400, "desk": 18_000, "paper": LONGEST}  # frames of an episode when measured; 18,000: Mnih et al. 2015
+TESTED = {
+    "smoke": 400,
+    "desk": 18_000,
+    "paper": LONGEST,
+}  # frames of an episode when measured; 18,000: Mnih et al. 2015
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,10 @@ def _comparable(runs: Runs) -> list[tuple[Runs, Runs]]:
     places = sorted({tuple(run["config"][key] for key in keys) for run in trained})
     chosen = [dict(zip(keys, place, strict=True)) for place in places]
     return [
-        (trained.where(**place), runs.where(model="random", **{key: place[key] for key in ("game", "sticky", "budget")}))
+        (
+            trained.where(**place),
+            runs.where(model="random", **{key: place[key] for key in ("game", "sticky", "budget")}),
+        )
         for place in chosen
     ]
 
