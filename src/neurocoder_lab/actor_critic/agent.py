@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from math import sqrt
 from statistics import mean
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from neurocoder_lab.actor_critic.games import SKIP
+from neurocoder_lab.actor_critic.inside import composed, programs
 from neurocoder_lab.actor_critic.learning import RMSProp, Settings
 from neurocoder_lab.actor_critic.playing import play
 from neurocoder_lab.results import deviation
@@ -78,14 +80,15 @@ class Agent(Task):
 
     def conclude(self) -> dict[str, Any]:
         scores = self.scores(MEASURED, self.work.episodes[1])
-        return {"score": mean(scores), "score_error": deviation(scores) / sqrt(len(scores)), "scores": scores}
+        ending = {"score": mean(scores), "score_error": deviation(scores) / sqrt(len(scores)), "scores": scores}
+        if composed(self.model):
+            with closing(self.work.test(1)) as environment:
+                ending |= programs(self.now(), environment, MEASURED)
+        return ending
 
     def scores(self, seed: int, episodes: int) -> list[float]:
-        environments = self.work.test(episodes)
-        try:
+        with closing(self.work.test(episodes)) as environments:
             return play(self.now(), environments, seed)
-        finally:
-            environments.close()
 
     def state(self) -> dict[str, Tensor]:
         return {"played": torch.tensor(self.played)}

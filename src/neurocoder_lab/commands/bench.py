@@ -11,7 +11,7 @@ from neurocoder_lab.signals import importing
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["layers", "networks"]] = "layers",
+    what: tyro.conf.Positional[Literal["layers", "networks", "atari"]] = "layers",
     repeats: int = 31,
     widths: tuple[int, ...] = (512, 1024, 2048, 4096),
     compiled: bool = False,
@@ -24,10 +24,10 @@ def bench(
     seeds: int = 3,
     out: Path | None = None,
 ) -> None:
-    """Speed and size against plain layers, or plain networks, as ratios; one thread.
+    """Speed and size against plain layers, plain networks or plain agents, as ratios; one thread.
 
     Args:
-        what: layers against nn.Linear, or the networks of the papers.
+        what: layers against nn.Linear, the networks of the papers, or the agents that play Atari.
         repeats: rounds; the figure is the median.
         widths: layers: of the square program-memory layers.
         compiled: layers: also torch.compile (takes minutes).
@@ -36,8 +36,10 @@ def bench(
         out: also write the ratios to this JSON file; of networks, results/speed.json decides claims.
     """
     with importing():
-        from neurocoder_lab import bench, speed
+        from neurocoder_lab import bench, speed, throughput
 
+    if what == "atari":
+        return throughput.measure(repeats, out)
     if what == "networks":
         return speed.measure(networks, repeats, seeds, out)
     bench.measure(repeats, [*widths], compiled, out)

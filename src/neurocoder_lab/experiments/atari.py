@@ -3,7 +3,7 @@
     neurocoder run atari --game seaquest --model neurocoder
     neurocoder sweep atari --seeds 3                               Seaquest and Ms. Pac-Man, all agents
     neurocoder run atari --trainer a3c --workers 16 --budget paper
-    python -m neurocoder_lab.actor_critic.film RUN_FOLDER game.gif
+    python -m neurocoder_lab.film runs/atari/<name>/seed-0 game.gif
 
 An agent sees and acts once in four frames of the emulator: a step is four frames. It learns from lives, and from
 rewards cut to -1 to 1; its scores are the game's own. docs/paper.md has what the paper leaves open.
@@ -25,6 +25,7 @@ from neurocoder_lab.actor_critic import games
 from neurocoder_lab.actor_critic.a3c import Asynchronous
 from neurocoder_lab.actor_critic.agent import Agent, Work
 from neurocoder_lab.actor_critic.games import ABOUT, GAMES, LONGEST, SKIP, STACK, Game
+from neurocoder_lab.actor_critic.inside import EVERY
 from neurocoder_lab.actor_critic.learning import Settings
 from neurocoder_lab.actor_critic.sync import Synchronous
 from neurocoder_lab.errors import LabError
@@ -167,6 +168,9 @@ def _comparable(runs: Runs) -> list[tuple[Runs, Runs]]:
     ]
 
 
+LIVES = [f"{count} {'life' if count == 1 else 'lives'}" for count in range(10)]  # that are left
+
+
 def draw(runs: Runs) -> list[Picture]:
     """Fig 7: scores against frames, of episodes that are always the same, and of those in training."""
     pictures = []
@@ -184,6 +188,10 @@ def draw(runs: Runs) -> list[Picture]:
                 lines["random"] = ([0, frames[-1]], [mean(level)] * 2, [deviation(level)] * 2)
             title = f"Fig 7, {_about(mine[0])}: score, {told}; mean ± std over seeds"
             pictures.append((title, figures.curves(lines, "score", log=False, over="frames")))
+        for run in [run for run in mine if "programs" in run["final"]][:1]:
+            title = f"{NAMES[run['config']['model']]}, {_about(run)}, seed {run['config']['seed']}"
+            told = f"{title}: the programs of its policy, one step in {EVERY} of an episode"
+            pictures.append((told, figures.over_time(run["final"]["programs"], LIVES)))
     return pictures
 
 
