@@ -100,7 +100,7 @@ State = tuple[Tensor, Tensor]  # of an LSTM
 class ActorCritic(nn.Module):
     """A3C with an LSTM: features of what is seen, their memory, and on it two layers, policy and value.
 
-    Shapes: T steps, N environments, F features, A actions.
+    Shapes: T steps, N environments, F features, H hidden, A actions.
 
     Args:
         torso: from what is seen (T * N, ...) to features (T * N, F).
@@ -135,21 +135,19 @@ def pixels(seen: Tensor) -> Tensor:
 
 def remember(lstm: nn.LSTM, x_TNF: Tensor, state: State | None, fresh_TN: Tensor) -> tuple[Tensor, State]:
     """The LSTM over all steps; it is called once for as many as pass without a new episode in any environment."""
-    starts = [0, *(fresh_TN[1:].any(1).nonzero().flatten() + 1).tolist()]
-    if state is None:
-        zeros = x_TNF.new_zeros(1, x_TNF.shape[1], lstm.hidden_size)
-        state = zeros, zeros
-    parts = []
+    parts, starts = [], [0, *(fresh_TN[1:].any(1).nonzero().flatten() + 1).tolist()]
+    none = x_TNF.new_zeros(1, x_TNF.shape[1], lstm.hidden_size)
+    hidden, cell = (none, none) if state is None else state
     for start, end in zip(starts, [*starts[1:], len(x_TNF)], strict=True):
         kept_N1 = ~fresh_TN[start, :, None]
-        state = state[0] * kept_N1, state[1] * kept_N1
-        if end - start == 1:  # a single step: the cell, which does not pack its weights anew
-            after = torch.lstm_cell(x_TNF[start], (state[0][0], state[1][0]), *lstm.all_weights[0])
-            hidden, state = after[0][None], (after[0][None], after[1][None])
+        hidden, cell = hidden * kept_N1, cell * kept_N1
+        if end - start == 1:  # by the cell, which does not pack its weights anew
+            after = torch.lstm_cell(x_TNF[start], (hidden[0], cell[0]), *lstm.all_weights[0])
+            out_TNH, hidden, cell = after[0][None], after[0][None], after[1][None]
         else:
-            hidden, state = lstm(x_TNF[start:end], state)
-        parts.append(hidden)
-    return torch.cat(parts), state
+            out_TNH, (hidden, cell) = lstm(x_TNF[start:end], (hidden, cell))
+        parts.append(out_TNH)
+    return torch.cat(parts), (hidden, cell)
 
 
 def small_torso(frames: int) -> nn.Sequential:

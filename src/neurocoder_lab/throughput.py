@@ -3,8 +3,8 @@
     neurocoder bench atari [--repeats 31] [--out FILE]
 
 One thread for the emulators and one for the learner, which wait for each other: all on one core. Seaquest, the
-convolutions of A3C, 16 environments, rollouts of 20 steps (1,280 frames). A round plays a rollout with random actions and
-nothing else, and takes a step of the trainer `sync` with each agent; figures are of medians over the rounds.
+convolutions of A3C, 16 environments, rollouts of 20 steps (1,280 frames). A round plays a rollout with random actions
+and nothing else, and takes a step of the trainer `sync` with each agent; figures are of medians over the rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from neurocoder_lab.actor_critic import games
-from neurocoder_lab.actor_critic.games import SKIP
+from neurocoder_lab.actor_critic.games import ABOUT, SKIP
 from neurocoder_lab.actor_critic.learning import Settings
 from neurocoder_lab.actor_critic.sync import Synchronous
 from neurocoder_lab.bench import WARM, interleave, record, table
@@ -32,12 +32,13 @@ AGENTS = ("a3c", "hypernet", "neurocoder")
 def at_random(count: int) -> Callable[[], float]:
     """A function that times a rollout with random actions: all that the emulators can give."""
     environments, chance = games.make("seaquest", 0.0, count), np.random.default_rng(0)
+    actions = ABOUT["seaquest"].actions
     environments.reset(seed=0)
 
     def step() -> float:
         begin = time.perf_counter()
         for _ in range(Settings.rollout):
-            environments.step(chance.integers(environments.single_action_space.n, size=count))
+            environments.step(chance.integers(actions, size=count))
         return time.perf_counter() - begin
 
     return step

@@ -158,7 +158,7 @@ def test_a_stopped_run_goes_on_with_weights_optimiser_and_counts(tmp_path, monke
 
     def noting(self, index):
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        squares = [self.optimiser.optimizer.state[parameter]["square"].clone() for parameter in self.model.parameters()]
+        squares = [self.rule.state[parameter]["square"].clone() for parameter in self.model.parameters()]
         noted.append((index, self.played, weights + squares))
         if len(noted) == 6:
             raise KeyboardInterrupt
@@ -182,7 +182,7 @@ def test_a_stopped_run_goes_on_with_weights_optimiser_and_counts(tmp_path, monke
 
 def crew(train=make, workers: int = 2) -> Crew:
     task = start(CueConfig(trainer="a3c", iterations=50, workers=workers))
-    return Crew(task.model, task.optimiser, replace(task.work, train=train), 0)
+    return Crew(task.model, task.rule, replace(task.work, train=train), 0)
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_others_do_not_wait():

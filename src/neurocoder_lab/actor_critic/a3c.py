@@ -54,7 +54,7 @@ class Asynchronous(Agent):
 
     def step(self, index: int) -> dict[str, Tensor]:
         if self.crew is None:  # now, since a resumed run has its weights by now
-            self.crew = Crew(self.model, self.optimiser.optimizer, self.work, index)
+            self.crew = Crew(self.model, self.rule, self.work, index)
             self.earlier = self.played
         parts, updates = self.crew.advance(index)
         self.played = self.earlier + updates * self.work.settings.rollout

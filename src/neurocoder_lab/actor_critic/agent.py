@@ -58,7 +58,8 @@ class Agent(Task):
     """
 
     def __init__(self, model: nn.Module, work: Work):
-        super().__init__(model, RMSProp(model.parameters(), work.settings), work.steps, work.evaluate_every)
+        self.rule = RMSProp(model.parameters(), work.settings)
+        super().__init__(model, self.rule, work.steps, work.evaluate_every)
         self.work, self.played = work, 0  # steps of all environments
 
     def step(self, index: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,14 +120,10 @@ class RMSProp(Optimizer):
             group["lr"] = rate
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
-            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not moved:
-                continue
-            gradients, squares = [p.grad for p in moved], [self.state[p]["square"] for p in moved]
-            torch._foreach_mul_(squares, group["decay"])
-            torch._foreach_addcmul_(squares, gradients, gradients, 1 - group["decay"])
-            roots = torch._foreach_add(squares, group["epsilon"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_addcdiv_(moved, gradients, roots, -group["lr"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    square = self.state[parameter]["square"].mul_(group["decay"])
+                    square.addcmul_(parameter.grad, parameter.grad, value=1 - group["decay"])
+                    parameter.addcdiv_(parameter.grad, (square + group["epsilon"]).sqrt_(), value=-group["lr"])

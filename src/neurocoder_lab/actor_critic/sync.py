@@ -23,7 +23,7 @@ class Synchronous(Agent):
         super().attach(accelerator)
 
     def step(self, index: int) -> dict[str, Tensor]:
-        self.optimiser.optimizer.anneal(self.work.settings.rate_at(index / self.steps))
+        self.rule.anneal(self.work.settings.rate_at(index / self.steps))
         return self.improve(self.collect(index))
 
     def collect(self, index: int) -> Rollout:
