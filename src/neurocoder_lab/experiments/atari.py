@@ -46,7 +46,7 @@ HEADS: dict[str, dict[str, Any]] = {  # Tables 5 and 6 of the paper
 }
 ORTHOGONAL = 0.1
 TORSOS = {"small": (small_torso, 256), "wide": (wide_torso, 1024)}
-FRAMES = {"smoke": 2 * 1280, "desk": 1_536_000}
+FRAMES = {"smoke": 2 * 1280, "desk": 2_048_000}
 LONG = ("seaquest", "mspacman")  # 32 million steps in the paper; the other games, 300 million
 EVALUATIONS = 20
 EPISODES = {"smoke": (2, 2), "desk": (5, 30), "paper": (10, 100)}
