@@ -1,7 +1,6 @@
 """The experiment atari: what an agent sees of a real game, runs of every kind, figures, a film, and what is missing."""
 
 import builtins
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +20,7 @@ from neurocoder_lab.experiments import atari
 from neurocoder_lab.experiments.atari import EXPERIMENT, Atari, build, start
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
-from neurocoder_lab.sweep import grid
+from neurocoder_lab.sweep import _distilled, grid
 
 TINY = {"budget": "smoke", "environments": 2, "frames": 320}
 
@@ -133,10 +132,8 @@ def smoke(tmp_path_factory):
         {"model": "random"},
     ):
         config = Atari(**place, **TINY)
-        result, full = execute(EXPERIMENT, config, folder, quiet=True), EXPERIMENT.resolve(config)
-        lines = (folder_of(EXPERIMENT, config, folder) / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        runs.append({"config": vars(full), "curve": {name: [row[name] for row in rows] for name in rows[0]}} | result)
+        execute(EXPERIMENT, config, folder, quiet=True)
+        runs.append(_distilled(EXPERIMENT, config, folder))
     return runs, folder
 
 
