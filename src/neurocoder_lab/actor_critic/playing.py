@@ -34,11 +34,14 @@ class Player:
     Args:
         environments: that begin anew in the step in which they end.
         seed: of the environments, counting on, and of the actions.
+        first, total: of how many environments these are, beginning with which: however many players share them, each
+            environment has the same chances.
     """
 
-    def __init__(self, environments: VectorEnv, seed: int):
+    def __init__(self, environments: VectorEnv, seed: int, first: int = 0, total: int | None = None):
         self.environments, self.generator = environments, torch.Generator().manual_seed(seed)
-        seen, about = environments.reset(seed=seed)
+        self.ours, self.total = slice(first, first + environments.num_envs), total or environments.num_envs
+        seen, about = environments.reset(seed=seed + first)
         self.seen_N, self.lives_N = torch.from_numpy(seen), about.get("lives")
         self.fresh_N = torch.ones(len(self.seen_N), dtype=torch.bool)
         self.state: State | None = None
@@ -49,7 +52,9 @@ class Player:
         """What the agent does now, (N,), drawn from its policy."""
         device = next(model.parameters()).device
         logits_1NA, _, self.state = model(self.seen_N[None].to(device), self.state, self.fresh_N[None].to(device))
-        return torch.multinomial(logits_1NA[0].softmax(-1).cpu(), 1, generator=self.generator).squeeze(-1)
+        drawn_N1 = torch.rand(self.total, 1, generator=self.generator)[self.ours]
+        below_NA = logits_1NA[0].float().softmax(-1).cumsum(-1).cpu()
+        return torch.searchsorted(below_NA[:, :-1].contiguous(), drawn_N1, right=True).squeeze(-1)
 
     def step(self, action_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Take these actions: rewards, whether the episode is over, and whether a life is lost in one that goes on."""

@@ -27,11 +27,11 @@ class Synchronous(Agent):
         return self.improve(self.collect(index))
 
     def collect(self, index: int) -> Rollout:
-        """Play on; the first time, begin: this process's environments are its own."""
+        """Play on in this process's environments; the first time, begin."""
         if self.player is None:
             count = self.work.environments // self.accelerator.num_processes
-            seed = seed_of(self.work.seed, index, self.accelerator.process_index)
-            self.player = Player(self.work.train(count), seed)
+            first, seed = count * self.accelerator.process_index, seed_of(self.work.seed, index)
+            self.player = Player(self.work.train(count), seed, first, self.work.environments)
         self.played += self.work.environments * self.work.settings.rollout
         return self.player.rollout(self.model, self.work.settings.rollout)
 
