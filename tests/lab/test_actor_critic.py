@@ -19,6 +19,7 @@ from torch import nn
 
 pytest.importorskip("gymnasium", reason="needs the extra atari")
 
+import neurocoder as nc
 from neurocoder_lab.actor_critic.a3c import UPDATES, Crew
 from neurocoder_lab.actor_critic.learning import RMSProp, Rollout, Settings, loss, returns
 from neurocoder_lab.actor_critic.playing import Player, play, seed_of
@@ -80,6 +81,13 @@ def test_the_loss_is_that_of_loops_with_ends_inside_of_a_rollout(lives):
     torch.testing.assert_close(torch.autograd.grad(fast, [*model.parameters()]), wanted)
     nobody = data._replace(over_TN=torch.zeros_like(data.over_TN))
     assert not torch.allclose(loss(model, nobody, settings)[0], slow)
+
+
+def test_program_memories_count_once_a_rollout():
+    model, data = agent(), drawn()
+    nc.recode(model, ["policy", "value"], slots=8, heads=4, key_dim=3, residual=True)
+    plain, more = (loss(model, data, Settings(orthogonal=weight))[0] for weight in (0.0, 0.5))
+    torch.testing.assert_close(more - plain, 0.5 * 3 * nc.orthogonality(model))
 
 
 def test_returns_solved_by_hand():
@@ -159,7 +167,7 @@ def test_a_stopped_run_goes_on_with_weights_optimiser_and_counts(tmp_path, monke
     def noting(self, index):
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
         squares = [self.rule.state[parameter]["square"].clone() for parameter in self.model.parameters()]
-        noted.append((index, self.played, weights + squares))
+        noted.append((index, self.played, weights + squares, self.earlier_scores))
         if len(noted) == 6:
             raise KeyboardInterrupt
         return step(self, index)
@@ -172,6 +180,7 @@ def test_a_stopped_run_goes_on_with_weights_optimiser_and_counts(tmp_path, monke
     stopped, resumed = noted[5:7]
     assert stopped[:2] == resumed[:2]
     assert stopped[0] == 5
+    assert len(resumed[3]) > 0 == len(stopped[3])
     if trainer == "sync":  # workers on their way change theirs behind a checkpoint
         assert all(torch.equal(a, b) for a, b in zip(stopped[2], resumed[2], strict=True))
     assert all(tensor.any() for tensor in resumed[2])

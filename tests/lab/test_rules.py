@@ -176,7 +176,7 @@ def test_agents_must_beat_chance_and_have_had_their_steps():
         return [
             r
             for model, score in scores.items()
-            for r in several({"model": model, "game": name}, score=score, environment_steps=steps)
+            for r in several({"model": model, "game": name, "trainer": "sync"}, score=score, environment_steps=steps)
         ]
 
     scores = {"neurocoder": 300.0, "a3c": 200.0, "hypernet": 250.0, "random": 68.0}

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, multiprocessing, nn
 
 from neurocoder_lab.actor_critic.agent import Agent, Work
-from neurocoder_lab.actor_critic.learning import RMSProp, loss, orthogonal
+from neurocoder_lab.actor_critic.learning import RMSProp, loss
 from neurocoder_lab.actor_critic.playing import Player, seed_of
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.signals import end_with, handling
@@ -127,7 +127,7 @@ class Crew:
             if self.deaths[number] < ATTEMPTS:
                 return self._start(number)
             failure = f"it died {ATTEMPTS} times (code {process.exitcode}), perhaps for want of memory"
-        raise LabError(f"a worker of a3c failed, and the same command goes on from the last checkpoint: {failure}")
+        raise LabError(f"a worker of a3c failed (the same command goes on from the last checkpoint): {failure}")
 
     def recent(self) -> list[float]:
         """The mean score of the last episodes of each worker that ended one."""
@@ -170,7 +170,7 @@ def _learn(shared: Shared, row: Tensor, work: Work, seed: int) -> None:
         rollout = player.rollout(local, settings.rollout)
         local.zero_grad()
         sum_of_steps, parts = loss(local, rollout, settings)
-        (sum_of_steps + orthogonal(local, settings)).backward()
+        sum_of_steps.backward()
         nn.utils.clip_grad_norm_(local.parameters(), settings.norm)
         for ours, theirs in zip(local.parameters(), shared.model.parameters(), strict=True):
             theirs.grad = ours.grad

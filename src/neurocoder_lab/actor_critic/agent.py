@@ -34,7 +34,7 @@ class Work:
         settings: how to learn.
         steps: of the run, each of one rollout in every environment.
         evaluate_every: steps between evaluations.
-        seed: of everything.
+        seed: of the games, and of the actions.
         environments: played at once; with workers, so many rollouts are a step of the run, whoever plays them.
         workers: of a3c.
         episodes: played when the agent is measured: now and then, and at the end.
@@ -61,6 +61,7 @@ class Agent(Task):
         self.rule = RMSProp(model.parameters(), work.settings)
         super().__init__(model, self.rule, work.steps, work.evaluate_every)
         self.work, self.played = work, 0  # steps of all environments
+        self.earlier_scores: list[float] = []  # of the last episodes before the run was stopped
 
     def step(self, index: int) -> dict[str, Tensor]:
         return {}
@@ -75,7 +76,7 @@ class Agent(Task):
 
     def evaluate(self) -> dict[str, float]:
         """Score: the mean of some whole episodes, always the same; in training: of the last ones, 0 before one ends."""
-        scores, recent = self.scores(TESTED, self.work.episodes[0]), self.recent()
+        scores, recent = self.scores(TESTED, self.work.episodes[0]), self.recent() or self.earlier_scores
         counts = {"environment_steps": self.played, "frames": SKIP * self.played}
         return {"score": mean(scores), "train_score": mean(recent) if recent else 0.0} | counts
 
@@ -92,7 +93,8 @@ class Agent(Task):
             return play(self.now(), environments, seed)
 
     def state(self) -> dict[str, Tensor]:
-        return {"played": torch.tensor(self.played)}
+        recent = torch.tensor(self.recent() or self.earlier_scores, dtype=torch.float64)
+        return {"played": torch.tensor(self.played), "scores": recent}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        self.played = int(state["played"])
+        self.played, self.earlier_scores = int(state["played"]), state["scores"].tolist()

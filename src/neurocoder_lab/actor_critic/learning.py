@@ -34,7 +34,7 @@ class Settings:
         norm: the longest gradient of all parameters (universe-starter-agent; Mnih says nothing of one).
         clip: rewards count as -1, 0, 1 or what lies between (Mnih et al. 2015; by letter).
         lives: whether nothing that comes after the loss of a life counts before it (Mnih et al. 2015).
-        orthogonal: weight of the orthogonal loss of program memories (a in Neurocoder's Table 5).
+        orthogonal: weight of the orthogonal loss of program memories (a in Neurocoder's Table 5), once a rollout.
     """
 
     discount: float = 0.99
@@ -91,14 +91,10 @@ def loss(network: nn.Module, rollout: Rollout, settings: Settings) -> tuple[Tens
         "entropy": -(log_TNA.exp() * log_TNA).sum(-1).mean(),
     }
     of_step = parts["policy_loss"] + settings.value * parts["value_loss"] - settings.entropy * parts["entropy"]
-    return of_step * value_TN.numel(), {"loss": of_step.detach()} | {
-        name: part.detach() for name, part in parts.items()
-    }
-
-
-def orthogonal(model: nn.Module, settings: Settings) -> Tensor | float:
-    """What the program memories of a model add to the loss."""
-    return settings.orthogonal * nc.orthogonality(model) if settings.orthogonal else 0.0
+    total = of_step * value_TN.numel()
+    if settings.orthogonal:
+        total = total + settings.orthogonal * nc.orthogonality(network) * value_TN.shape[1]
+    return total, {"loss": of_step.detach()} | {name: part.detach() for name, part in parts.items()}
 
 
 class RMSProp(Optimizer):

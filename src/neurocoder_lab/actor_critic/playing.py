@@ -6,7 +6,6 @@ Shapes: T steps of a rollout, N environments, A actions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,22 +82,13 @@ class Player:
 
 
 @torch.no_grad()
-def play(
-    model: nn.Module, environments: VectorEnv, seed: int, look: Callable[[Player, Tensor], None] | None = None
-) -> list[float]:
-    """The true scores of an episode in each environment; the seed fixes them.
-
-    Args:
-        look: is called with the player and its actions before every step.
-    """
+def play(model: nn.Module, environments: VectorEnv, seed: int) -> list[float]:
+    """The true scores of an episode in each environment; the seed fixes them."""
     player = Player(environments, seed)
     score_N, going_N = np.zeros(len(player.seen_N)), np.ones(len(player.seen_N), dtype=bool)
     with nc.cached(model):
         while going_N.any():
-            action_N = player.act(model)
-            if look is not None:
-                look(player, action_N)
-            reward_N, over_N, _ = player.step(action_N)
+            reward_N, over_N, _ = player.step(player.act(model))
             score_N += np.where(going_N, reward_N.numpy(), 0)
             going_N &= ~over_N.numpy()
     return score_N.tolist()

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from neurocoder_lab.actor_critic.agent import Agent
-from neurocoder_lab.actor_critic.learning import Rollout, loss, orthogonal
+from neurocoder_lab.actor_critic.learning import Rollout, loss
 from neurocoder_lab.actor_critic.playing import Player, seed_of
 from neurocoder_lab.errors import LabError
 
@@ -36,9 +36,9 @@ class Synchronous(Agent):
         return self.player.rollout(self.model, self.work.settings.rollout)
 
     def improve(self, rollout: Rollout) -> dict[str, Tensor]:
-        settings, processes = self.work.settings, self.accelerator.num_processes  # whose gradients are averaged
-        total, parts = loss(self.network, rollout, settings)
-        self.learn(processes * total + orthogonal(self.model, settings), norm=settings.norm)
+        total, parts = loss(self.network, rollout, self.work.settings)
+        # a sum over all processes, whose gradients are averaged
+        self.learn(self.accelerator.num_processes * total, norm=self.work.settings.norm)
         return parts
 
     def recent(self) -> list[float]:
