@@ -52,7 +52,7 @@ worktree:  ## ../<this folder>-sweep: the last commit, clean, with an environmen
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,cluster,docs,dev]"
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,atari,cluster,docs,dev]"
 	touch $@
 
 clean:  ## remove the environment and what tools left behind

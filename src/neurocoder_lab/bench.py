@@ -31,6 +31,7 @@ from neurocoder_lab.provenance import source
 from neurocoder_lab.store import make_folder, write_json
 
 BATCH = 128
+WARM = 2  # rounds that are not counted
 SETTINGS: dict[str, dict[str, Any]] = {
     "J=5,H=3": {"steps": 5, "heads": 3},
     "J=1,H=15": {"heads": 15},
@@ -68,11 +69,11 @@ def interleave(contestants: dict[str, Callable[[], float]], repeats: int) -> dic
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order, drawn = [*contestants.items()], random.Random(0)
     gc.disable()
-    for turn in range(repeats + 2):
+    for turn in range(repeats + WARM):
         drawn.shuffle(order)
         for name, step in order:
             seconds = step()
-            if turn >= 2:
+            if turn >= WARM:
                 times[name].append(1e3 * seconds)
     gc.enable()
     return {name: median(values) for name, values in times.items()}
@@ -266,7 +267,11 @@ def measure(repeats: int, widths: list[int], compiled: bool, out: Path | None) -
 def publish(rows: dict[str, dict[str, float]], repeats: int, out: Path | None) -> None:
     """Write the ratios, and what made them, where `out` says."""
     if out is not None:
-        about = source() | {"torch": torch.__version__, "python": platform.python_version(), "threads": 1,
-                            "machine": platform.machine(), "batch": BATCH, "repeats": repeats}  # fmt: skip
-        make_folder(out.parent)
-        write_json(out, {"about": about, "ratios": rows})
+        record(out, rows, batch=BATCH, repeats=repeats)
+
+
+def record(out: Path, rows: dict[str, dict[str, float]], **how: int) -> None:
+    """Write figures, and what they were measured with."""
+    about = source() | {"torch": torch.__version__, "python": platform.python_version(), "threads": 1}
+    make_folder(out.parent)
+    write_json(out, {"about": about | {"machine": platform.machine()} | how, "ratios": rows})

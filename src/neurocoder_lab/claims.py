@@ -42,7 +42,7 @@ def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
         raise LabError(f"{folder} is no folder of results: neurocoder sweep makes one, or name another with --results")
     with results.at(folder):
         known = rules()
-    sources = {rule.experiment for rule in known.values()} & {*experiments.NAMES, *COUNTED}
+    sources = {rule.experiment for rule in known.values()}
     if not any((folder / f"{name}.json").is_file() for name in sources):
         raise LabError(f"{folder} holds no results: neurocoder sweep makes them, or name another folder with --results")
     every = {name: results.load(folder, name, dirty_too) for name in sources}

@@ -117,14 +117,73 @@ def resnet18(classes: int = 1000) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
-class ActorCritic(nn.Module):
-    """A3C with an LSTM of 512 on 1,024 features of an 80 x 80 image: parameters only, for counting."""
+State = tuple[Tensor, Tensor]  # of an LSTM
 
-    def __init__(self, actions: int = 18):
+
+class ActorCritic(nn.Module):
+    """A3C with an LSTM: features of what is seen, their memory, and on it two layers, policy and value.
+
+    Shapes: T steps, N environments, F features, H hidden, A actions.
+
+    Args:
+        torso: from what is seen (T * N, ...) to features (T * N, F).
+        features: how many.
+        actions: to choose from.
+        hidden: units of the LSTM.
+    """
+
+    def __init__(self, torso: nn.Module, features: int, actions: int, hidden: int = 512):
         super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(1, 32, 5, padding=2), nn.Conv2d(32, 32, 5, padding=1), nn.Conv2d(32, 64, 4, padding=1),
-            nn.Conv2d(64, 64, 3, padding=1),
-        )  # fmt: skip
-        self.lstm = nn.LSTMCell(1024, 512)
-        self.policy, self.value = nn.Linear(512, actions), nn.Linear(512, 1)
+        self.torso, self.lstm = torso, nn.LSTM(features, hidden)
+        self.policy, self.value = nn.Linear(hidden, actions), nn.Linear(hidden, 1)
+
+    def forward(self, seen_TN: Tensor, state: State | None, fresh_TN: Tensor) -> tuple[Tensor, Tensor, State]:
+        """The policy's logits (T, N, A), the values (T, N), and the state after the last step.
+
+        Args:
+            state: after the step before; None where all environments begin.
+            fresh_TN: in which an episode begins with this step: what was before is forgotten.
+        """
+        features = self.torso(pixels(seen_TN.flatten(0, 1)))
+        hidden, state = remember(self.lstm, features.unflatten(0, fresh_TN.shape), state, fresh_TN)
+        return self.policy(hidden), self.value(hidden).squeeze(-1), state
+
+
+def pixels(seen: Tensor) -> Tensor:
+    """Bytes as numbers from 0 to 1; other things as they are. Channels last: convolutions learn faster from them."""
+    if seen.dtype != torch.uint8:
+        return seen
+    return seen.to(torch.float32, memory_format=torch.channels_last).div_(255)
+
+
+def remember(lstm: nn.LSTM, x_TNF: Tensor, state: State | None, fresh_TN: Tensor) -> tuple[Tensor, State]:
+    """The LSTM over all steps; it is called once for as many as pass without a new episode in any environment."""
+    parts, starts = [], [0, *(fresh_TN[1:].any(1).nonzero().flatten() + 1).tolist()]
+    none = x_TNF.new_zeros(1, x_TNF.shape[1], lstm.hidden_size)
+    hidden, cell = (none, none) if state is None else state
+    for start, end in zip(starts, [*starts[1:], len(x_TNF)], strict=True):
+        kept_N1 = ~fresh_TN[start, :, None]
+        hidden, cell = hidden * kept_N1, cell * kept_N1
+        if end - start == 1:  # by the cell, which does not pack its weights anew
+            after = torch.lstm_cell(x_TNF[start], (hidden[0], cell[0]), *lstm.all_weights[0])
+            out_TNH, hidden, cell = after[0][None], after[0][None], after[1][None]
+        else:
+            out_TNH, (hidden, cell) = lstm(x_TNF[start:end], (hidden, cell))
+        parts.append(out_TNH)
+    return torch.cat(parts), (hidden, cell)
+
+
+def small_torso(frames: int) -> nn.Sequential:
+    """256 features of 84 x 84 pixels: the network of Mnih et al. 2016 (supplementary, section 8)."""
+    return nn.Sequential(
+        nn.Conv2d(frames, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(2592, 256), nn.ReLU(),
+    )  # fmt: skip
+
+
+def wide_torso(frames: int) -> nn.Sequential:
+    """1,024 features of 84 x 84 pixels: what the 3.2M parameters of Neurocoder's Table 7 need before an LSTM of 512."""
+    layers: list[nn.Module] = []
+    for channels, width, size, padding in ((frames, 32, 5, 2), (32, 32, 5, 1), (32, 64, 4, 1), (64, 64, 3, 1)):
+        layers += [nn.Conv2d(channels, width, size, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten())

@@ -75,7 +75,8 @@ def _both(make: Callable[[int], nn.Module]) -> tuple[Callable[[], nn.Module], ..
 def cells() -> list[Cell]:
     mlp = _both(lambda classes: networks.mlp(3072, 512, 256, classes))
     lenet, densenet = _both(networks.lenet), _both(networks.densenet)
-    atari, ntm = (networks.ActorCritic,), (lambda: TuringMachine(algorithms.WIDTH, algorithms.BITS),)
+    atari = (lambda: networks.ActorCritic(networks.wide_torso(frames=1), 1024, actions=18),)
+    ntm = (lambda: TuringMachine(algorithms.WIDTH, algorithms.BITS),)
     interface = algorithms.INTERFACES
     split = (lambda: networks.mlp(1024, 256, 256, 2),)
     resnet = _both(lambda classes: nn.Sequential(networks.resnet18(), networks.mlp(1000, 512, 256, classes)))
@@ -107,7 +108,8 @@ def cells() -> list[Cell]:
              "hidden 32; scale and shift, one layer"),
         Cell("polynomial GRU", "Neurocoder single", 3600, _gru(16), "head", polynomial, "hidden 16"),
         Cell("polynomial GRU", "Neurocoder multi", 2100, _gru(8), "head", several, "hidden 8"),
-        Cell("Atari LSTM", "original", 3.2e6, atari, note="1,024 features into an LSTM of 512"),
+        Cell("Atari LSTM", "original", 3.2e6, atari,
+             note="1,024 features of one frame into an LSTM of 512 (of four frames: 2,400 more)"),
         Cell("Atari LSTM", "HyperNet", 3.6e6, atari, heads, {"layer": nc.peers.HyperLinear},
              "512 scales for each of policy and value, one layer"),
         Cell("Atari LSTM", "Neurocoder", 3.3e6, atari, heads,

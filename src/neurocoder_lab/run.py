@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
@@ -99,20 +99,19 @@ def execute(
         if (folder / "config.json").is_file():
             _check_config(config, folder, engine)
         set_seed(config.seed)
-        task = experiment.start(config)
-        if first and not (folder / "config.json").is_file():
-            content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
-            write_json(folder / "config.json", content | {"engine": engine})
-        accelerator.wait_for_everyone()
-        task.attach(accelerator)
-        run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
-        run.resume()
-        if first:
-            note(folder / "environment.json", environment(str(accelerator.device), engine, task.fingerprint))
-        title = f"{experiment.name} {experiment.label(config)} seed {config.seed}"
-        with stopping() as asked, Progress(title, task.steps, run.step, quiet or not first) as progress:
-            result = run.train(asked, progress)
-        return result
+        with closing(experiment.start(config)) as task:
+            if first and not (folder / "config.json").is_file():
+                content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
+                write_json(folder / "config.json", content | {"engine": engine})
+            accelerator.wait_for_everyone()
+            task.attach(accelerator)
+            run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
+            run.resume()
+            if first:
+                note(folder / "environment.json", environment(str(accelerator.device), engine, task.fingerprint))
+            title = f"{experiment.name} {experiment.label(config)} seed {config.seed}"
+            with stopping() as asked, Progress(title, task.steps, run.step, quiet or not first) as progress:
+                return run.train(asked, progress)
 
 
 def _say(text: str) -> None:

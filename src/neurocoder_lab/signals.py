@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection
 from typing import Any
 
 from neurocoder_lab.errors import AT_ONCE, INTERRUPTED
@@ -37,6 +39,16 @@ def stopping() -> Iterator[Callable[[], bool]]:
 
     with handling(note, signal.SIGTERM, signal.SIGINT):
         yield lambda: bool(asked)
+
+
+def end_with(alive: Connection) -> None:
+    """Let this process end, by SIGTERM, with the one that holds the other end of the pipe, however that dies."""
+
+    def watch() -> None:
+        alive.poll(None)  # nothing is ever sent: it returns when the other end is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

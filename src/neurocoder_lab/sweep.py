@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,7 +21,7 @@ from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
 from neurocoder_lab.provenance import dirty
 from neurocoder_lab.run import execute, finished, folder_of
-from neurocoder_lab.signals import handling, stopping
+from neurocoder_lab.signals import end_with, handling, stopping
 from neurocoder_lab.store import make_folder, read_json, replacing
 from neurocoder_lab.task import Config, Experiment, as_dict
 
@@ -151,13 +149,8 @@ def _one(job: Job) -> str | None:
 
 
 def _child(job: Job, answer: Connection, alive: Connection) -> None:
-    """A process of its own for one job; it ends with the sweep, however that dies: then `alive` is closed."""
-
-    def watch() -> None:
-        alive.poll(None)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
+    """A process of its own for one job; it ends with the sweep."""
+    end_with(alive)
     with suppress(Stopped):  # without an answer it counts as dead, and is started again or left for the next sweep
         answer.send_bytes((_one(job) or "").encode())
 

@@ -100,12 +100,18 @@ class Task:
         part = len(tensors[0]) // count
         return [tensor[at * part : (at + 1) * part].to(self.accelerator.device) for tensor in tensors]
 
-    def learn(self, loss: Tensor, clip: float | None = None) -> None:
-        """One step of the optimiser; every number of a gradient is kept between -clip and clip."""
+    def close(self) -> None:
+        """Give back what the task holds beyond memory, such as processes: the run is over, or cannot go on."""
+
+    def learn(self, loss: Tensor, clip: float | None = None, norm: float | None = None) -> None:
+        """One step of the optimiser; every number of a gradient is kept between -clip and clip, and all together no
+        longer than norm."""
         self.optimiser.zero_grad()
         self.accelerator.backward(loss)
         if clip is not None:
             self.accelerator.clip_grad_value_(self.model.parameters(), clip)
+        if norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), norm)
         self.optimiser.step()
 
 

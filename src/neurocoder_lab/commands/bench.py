@@ -11,7 +11,7 @@ from neurocoder_lab.signals import importing
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["layers", "networks", "slots"]] = "layers",
+    what: tyro.conf.Positional[Literal["layers", "networks", "slots", "atari"]] = "layers",
     repeats: int = 31,
     widths: tuple[int, ...] = (512, 1024, 2048, 4096),
     compiled: bool = False,
@@ -25,10 +25,11 @@ def bench(
     slots: tuple[int, ...] = (30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000),
     out: Path | None = None,
 ) -> None:
-    """Speed and size against plain layers, or plain networks, as ratios, and by the number of slots; one thread.
+    """Speed and size against plain layers, networks or agents, as ratios, and by the number of slots; one thread.
 
     Args:
-        what: layers against nn.Linear, the networks of the papers, or large memories that are read in part.
+        what: layers against nn.Linear, the networks of the papers, large memories that are read in part, or the agents
+            that play Atari.
         repeats: rounds; the figure is the median.
         widths: layers: of the square program-memory layers.
         compiled: layers: also torch.compile (takes minutes).
@@ -38,9 +39,11 @@ def bench(
         out: also write the ratios to this JSON file; of networks, results/speed.json decides claims.
     """
     with importing():
-        from neurocoder_lab import bench, speed
+        from neurocoder_lab import bench, speed, throughput
         from neurocoder_lab import slots as large
 
+    if what == "atari":
+        return throughput.measure(repeats, out)
     if what == "networks":
         return speed.measure(networks, repeats, seeds, out)
     if what == "slots":

@@ -42,6 +42,10 @@ CATALOGUE = {
         "Neurocoder, later appendix, Fig 7",
         "a Neural Turing Machine solves chains of algorithmic tasks: five interfaces; longer tasks, and more of them",
     ),
+    "atari": Entry(
+        "Neurocoder, Fig 7",
+        "actor-critic agents play four Atari games: policy and value plain, of a HyperNet, composed; and at random",
+    ),
     "split-mnist": Entry(
         "Neurocoder, Tables 3 and 4",
         "five two-way digit tasks one after the other: MLP, NSM, Neurocoder with six methods against forgetting",

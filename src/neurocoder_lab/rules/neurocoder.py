@@ -177,7 +177,8 @@ def _sequences() -> dict[str, Rule]:
     by_claim = {}
     for game in ("seaquest", "mspacman", "frostbite", "montezuma"):
         ours, theirs, chance = (
-            groups("score", *models, game=game) for models in (("neurocoder",), ("a3c", "hypernet"), ("random",))
+            groups("score", *models, game=game, trainer="sync")
+            for models in (("neurocoder",), ("a3c", "hypernet"), ("random",))
         )
         million = 32 if game in ("seaquest", "mspacman") else 300
         learned = Condition(
@@ -190,7 +191,9 @@ def _sequences() -> dict[str, Rule]:
             [Group(group.where, "environment_steps") for group in (*ours, *theirs)],
             lambda values, million=million: min(map(min, values)) >= million * 1e6,
         )
-        by_claim[f"nc-atari-{game}"] = Rule("atari", every(ours, theirs), enough=(learned, long))
+        by_claim[f"nc-atari-{game}"] = Rule(
+            "atari", every(ours, theirs), enough=(learned, long), note="All agents by the same trainer, sync"
+        )
 
     def errors(metric: str, *models: str) -> list[Group]:
         return groups(metric, *models, tasks=8, lower=True)
