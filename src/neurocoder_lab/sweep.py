@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
@@ -148,9 +149,11 @@ def _one(job: Job) -> str | None:
     return None
 
 
-def _child(job: Job, answer: Connection, alive: Connection) -> None:
-    """A process of its own for one job; it ends with the sweep."""
+def _child(job: Job, answer: Connection, alive: Connection, environment: dict[str, str]) -> None:
+    """A process of its own for one job; it ends with the sweep. What it was forked from may have been started earlier,
+    in another environment."""
     end_with(alive)
+    os.environ.update(environment)
     with suppress(Stopped):  # without an answer it counts as dead, and is started again or left for the next sweep
         answer.send_bytes((_one(job) or "").encode())
 
@@ -175,7 +178,7 @@ def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]],
                 while waiting and len(running) < workers:
                     job, left = waiting.pop(0)
                     receiver, sender = context.Pipe(duplex=False)
-                    process = context.Process(target=_child, args=(job, sender, alive))
+                    process = context.Process(target=_child, args=(job, sender, alive, {**os.environ}))
                     process.start()
                     sender.close()
                     running[process.sentinel] = (process, receiver, job, left - 1)

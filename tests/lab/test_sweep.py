@@ -17,7 +17,7 @@ import neurocoder as nc
 from neurocoder_lab import experiments, progress, results
 from neurocoder_lab.cli import main
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.experiments import polynomial
+from neurocoder_lab.experiments import polynomial, split_mnist
 from neurocoder_lab.experiments.polynomial import Polynomial
 from neurocoder_lab.run import folder_of
 from neurocoder_lab.sweep import command_of, grid, sweep
@@ -73,6 +73,16 @@ def test_a_killed_process_costs_nothing(tmp_path):
     assert all(outcome.error is None for outcome in outcomes)
     sweep(EXPERIMENT, chosen, tmp_path / "b")
     assert finals(tmp_path / "a", chosen) == finals(tmp_path / "b", chosen)
+
+
+def test_runs_see_the_environment_of_their_sweep(digits, tmp_path, monkeypatch):
+    """Though the process that they are forked from was started in another one."""
+    here = os.environ["NEUROCODER_DATA"]
+    monkeypatch.setenv("NEUROCODER_DATA", str(tmp_path / "nowhere"))
+    assert [outcome.error for outcome in sweep(EXPERIMENT, configs(1), tmp_path)] == [None]
+    monkeypatch.setenv("NEUROCODER_DATA", here)
+    looking = split_mnist.SplitMnist(model="mlp", budget="smoke", epochs=1)
+    assert [outcome.error for outcome in sweep(split_mnist.EXPERIMENT, [looking], tmp_path)] == [None]
 
 
 def test_runs_end_with_a_sweep_that_is_killed(tmp_path):
