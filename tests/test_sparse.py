@@ -12,7 +12,7 @@ from torch import nn
 import neurocoder as nc
 from neurocoder.functional import best, best_products, half_scores, product_score
 from neurocoder.program import gather
-from neurocoder.program.search import choose
+from neurocoder.program.search import choose, largest
 from tests import reference
 from tests.strategies import options, shake
 from tests.test_equations import QUIET, gradients, worst
@@ -345,3 +345,14 @@ def test_the_search_by_blocks_finds_the_best(slots):
     found = choose(query, layer.memory.keys(), layer.addressing)
     wanted = torch.einsum("mpk,mkrn->mprn", layer.memory.keys(), query).topk(4, 1).indices
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)
+
+
+@given(st.integers(1, 6), st.integers(1, 300), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_largest_is_topk(count, width, seed):
+    torch.manual_seed(seed)
+    score = torch.randn(7, max(count, width)) * 10.0 ** torch.randint(-6, 6, (7, 1))
+    values, places = largest(score, count)
+    wanted = score.topk(count)
+    assert torch.equal(values, wanted.values)
+    assert torch.equal(places, wanted.indices)

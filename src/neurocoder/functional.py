@@ -8,6 +8,7 @@ Shapes (a name's suffix spells them; rows come last, so that every reduction run
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -115,14 +116,17 @@ def best(score_MPRN: Tensor, count: int) -> Tensor:
     return score_MPRN.detach().movedim(1, -1).topk(count, sorted=False).indices.movedim(-1, 1)
 
 
-def best_products(half_M2QRN: Tensor, count: int) -> Tensor:
-    """`best(product_score(half), count)` from 2 Q scores: a slot among the best has both halves among the best."""
+def best_products(half_M2QRN: Tensor, count: int, largest: Callable = torch.topk) -> Tensor:
+    """`best(product_score(half), count)` from 2 Q scores: a slot among the best has both halves among the best.
+
+    `largest` finds the largest of the last dimension, as `torch.topk`.
+    """
     side = half_M2QRN.shape[2]
     some = min(count, side)
-    halves, places = half_M2QRN.detach().movedim(2, -1).topk(some)
+    halves, places = largest(half_M2QRN.detach().movedim(2, -1), some)
     sums = (halves[:, 0, ..., :, None] + halves[:, 1, ..., None, :]).flatten(-2)
     names = (places[:, 0, ..., :, None] * side + places[:, 1, ..., None, :]).flatten(-2)
-    return names.gather(-1, sums.topk(count, sorted=False).indices).movedim(-1, 1)
+    return names.gather(-1, largest(sums, count)[1]).movedim(-1, 1)
 
 
 def only(score_MPRN: Tensor, slots_MkRN: Tensor) -> Tensor:
