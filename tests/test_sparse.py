@@ -214,6 +214,16 @@ def test_a_file_holds_addresses_and_rows(options, tmp_path):
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
+def test_slots_are_chosen_with_room_for_what_is_read():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 100))
+    x = torch.randn(3, 300)
+    before = model(x)
+    assert nc.recode(model, "*", top_k=3, sparse=True) == ["0", "2"]
+    assert all(layer.slots >= 3 for layer in (model[0], model[2]))
+    assert torch.allclose(model(x), before, atol=1e-5)
+
+
 def test_diagnose_says_which_slots_were_read():
     torch.manual_seed(0)
     layer = nc.Linear(6, 5, slots=60, heads=2, top_k=1, one_choice=True, addresses="fixed")

@@ -41,7 +41,7 @@ def defaults(size: tuple[int, int], given: Options, frozen: bool) -> Options:
     """The options of a layer of so many slots and heads: small, and able to start as the old layer."""
     slots, heads = size
     own: Options = {"slots": slots, "heads": heads, "key_dim": 5 if slots > 3 else slots, "residual": not frozen}
-    if given.get("control_features") is None:
+    if given.get("control_features") is None and not given.get("sparse"):
         own["controller_sees"] = "read"
     if given.get("compat") is None:
         own["rules"] = Rules(free_keys=BANKS)  # a key network of a wide layer is as large as five slots
@@ -55,7 +55,8 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     fewer than `ENOUGH` slots, and what does not fit with two slots is left out, too.
     """
     room = ROOM * count(unwrap(model))
-    steps = {name: _candidates(old, given.get("least_used", 0)) for name, old in layers.items()}
+    least = max(given.get("least_used") or 0, given.get("top_k") or 0)
+    steps = {name: _candidates(old, least) for name, old in layers.items()}
     own = {name: count(old) for name, old in layers.items()}
     kept: dict[tuple[str, tuple[int, int]], int] = {}
 
