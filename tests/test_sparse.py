@@ -132,8 +132,9 @@ def test_product_keys_find_the_best_of_all(side, count, seed):
     count = min(count, side * side)
     half = half_scores(torch.randn(3, 4, 2, 5, dtype=torch.float64), torch.randn(3, 2, side, 2, dtype=torch.float64))
     whole = product_score(half)
-    fast, slow = best_products(half, count), best(whole, count)
+    (found, fast), (scores, slow) = best_products(half, count), best(whole, count)
     assert torch.equal(whole.gather(1, fast).sort(1).values, whole.gather(1, slow).sort(1).values)
+    assert torch.equal(found.sort(1).values, scores.sort(1).values)
     assert whole.shape == (3, side * side, 2, 5)
     assert torch.equal(whole[:, side * (side - 1)], half[:, 0, -1] + half[:, 1, 0])
 
@@ -144,9 +145,16 @@ def test_products_of_some_rows_both_ways(dtype, monkeypatch):
     x, bank, slots = torch.randn(5, 7, dtype=dtype), torch.randn(9, 7, dtype=dtype), torch.randint(9, (5, 4))
     slots[:, 1] = slots[:, 0]  # two heads may read the same slot
     wanted = torch.einsum("yi,ysi->ys", x, bank[slots])
-    for samples in (gather._samples, lambda: False):
-        monkeypatch.setattr(gather, "_samples", samples)
+    for can in (gather._multiplies_sparse, lambda: False):
+        monkeypatch.setattr(gather, "_multiplies_sparse", can)
         torch.testing.assert_close(gather._products(x, bank, slots), wanted)
+        weights, read = torch.randn(5, 4, dtype=dtype), gather.Slots(slots.t()[None])
+        room = torch.full((len(read.readers[0]), 7), torch.nan, dtype=dtype)
+        gradient = gather._outer(weights, x, bank, read, room, sparse=True).to_dense()
+        added = torch.zeros_like(bank).index_add_(
+            0, slots.flatten(), torch.einsum("ys,yi->ysi", weights, x).flatten(0, 1)
+        )
+        torch.testing.assert_close(gradient, added)
 
 
 def test_one_slot_of_one_choice_is_its_rank_one_product():
@@ -352,7 +360,7 @@ def test_the_search_by_blocks_finds_the_best(slots):
     torch.manual_seed(0)
     layer = nc.Linear(6, 5, slots=slots, heads=3, top_k=4, sparse=True, dtype=torch.float64)
     query = torch.randn(3, 5, 3, 40, dtype=torch.float64)
-    found = choose(query, layer.memory.keys(), layer.addressing)
+    found = choose(query, layer.memory.keys(), layer.addressing).slot_MkRN
     wanted = torch.einsum("mpk,mkrn->mprn", layer.memory.keys(), query).topk(4, 1).indices
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)
 
@@ -362,7 +370,8 @@ def test_the_search_by_blocks_finds_the_best(slots):
 def test_largest_is_topk(count, width, seed):
     torch.manual_seed(seed)
     score = torch.randn(7, max(count, width)) * 10.0 ** torch.randint(-6, 6, (7, 1))
-    values, places = largest(score, count)
-    wanted = score.topk(count)
-    assert torch.equal(values, wanted.values)
-    assert torch.equal(places, wanted.indices)
+    for dim, own in enumerate((score.t(), score)):
+        values, places = largest(own, count, dim)
+        wanted = own.topk(count, dim)
+        assert torch.equal(values, wanted.values)
+        assert torch.equal(places, wanted.indices)

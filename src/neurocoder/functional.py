@@ -111,22 +111,22 @@ def product_score(half_M2QRN: Tensor) -> Tensor:
     return (first[:, :, None] + second[:, None]).flatten(1, 2)
 
 
-def best(score_MPRN: Tensor, count: int) -> Tensor:
-    """The slots of the largest scores, (M, count, R, N)."""
-    return score_MPRN.detach().movedim(1, -1).topk(count, sorted=False).indices.movedim(-1, 1)
+def best(score_MPRN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest scores, (M, count, R, N), and their slots."""
+    return torch.topk(score_MPRN.detach(), count, 1)
 
 
-def best_products(half_M2QRN: Tensor, count: int, largest: Callable = torch.topk) -> Tensor:
+def best_products(half_M2QRN: Tensor, count: int, largest: Callable = torch.topk) -> tuple[Tensor, Tensor]:
     """`best(product_score(half), count)` from 2 Q scores: a slot among the best has both halves among the best.
 
-    `largest` finds the largest of the last dimension, as `torch.topk`.
+    `largest` finds the largest along a dimension, as `torch.topk`.
     """
     side = half_M2QRN.shape[2]
-    some = min(count, side)
-    halves, places = largest(half_M2QRN.detach().movedim(2, -1), some)
-    sums = (halves[:, 0, ..., :, None] + halves[:, 1, ..., None, :]).flatten(-2)
-    names = (places[:, 0, ..., :, None] * side + places[:, 1, ..., None, :]).flatten(-2)
-    return names.gather(-1, largest(sums, count)[1]).movedim(-1, 1)
+    halves, places = largest(half_M2QRN.detach(), min(count, side), 2)
+    sums = (halves[:, 0, :, None] + halves[:, 1, None]).flatten(1, 2)
+    names = (places[:, 0, :, None] * side + places[:, 1, None]).flatten(1, 2)
+    scores, at = largest(sums, count, 1)
+    return scores, names.gather(1, at)
 
 
 def only(score_MPRN: Tensor, slots_MkRN: Tensor) -> Tensor:

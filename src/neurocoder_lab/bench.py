@@ -61,10 +61,11 @@ def stepper(module: nn.Module, x: Tensor, run: Callable | None = None) -> Callab
     return step
 
 
-def interleave(contestants: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+def interleave(contestants: dict[str, Callable[[], float]], repeats: int, unseen: int = 0) -> dict[str, float]:
     """Median milliseconds of each, all taking turns in an order drawn anew each round; the first two rounds warm up.
 
-    In a fixed order whoever follows a large one finds the cache full of its weights every time.
+    In a fixed order whoever follows a large one finds the cache full of its weights every time. With `unseen` steps
+    before the one that counts in each turn, everyone finds its own there, as in a loop that trains it alone.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order, drawn = [*contestants.items()], random.Random(0)
@@ -72,6 +73,8 @@ def interleave(contestants: dict[str, Callable[[], float]], repeats: int) -> dic
     for turn in range(repeats + WARM):
         drawn.shuffle(order)
         for name, step in order:
+            for _ in range(unseen):
+                step()
             seconds = step()
             if turn >= WARM:
                 times[name].append(1e3 * seconds)

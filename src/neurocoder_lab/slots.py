@@ -3,7 +3,9 @@
     neurocoder bench slots [--repeats 31] [--slots 30 1000 10000 100000] [--out FILE]
 
 One thread, 1024 inputs and outputs, a batch of 128, 8 heads that read 2 slots each. A step is forward and backward, as
-in `neurocoder bench`. PEER is that of the package PEER-pytorch, with as many experts, heads and reads.
+in `neurocoder bench`; once as in a loop that trains the layer, once after a step of another layer, which leaves the
+caches full of its own numbers: who touches many rows pays more for that. PEER is that of the package PEER-pytorch, with
+as many experts, heads and reads.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import Peer
 
 WIDTH, HEADS, READS = 1024, 8, 2
+UNSEEN = 4  # steps of a layer in a row before one that counts
 EVERY = 3000  # slots up to which all are read as well
 SEARCHED = 30_000  # and up to which each has a key of its own
 SPARSE: dict[str, Any] = {"heads": HEADS, "top_k": READS, "one_choice": True, "sparse": True}
@@ -51,10 +54,9 @@ def measure(slots: tuple[int, ...], repeats: int, out: Path | None) -> None:
     rows: dict[str, dict[str, float]] = {}
     for count in slots:
         layers = dict(contestants(count))
-        times = interleave(
-            {"dense": stepper(dense, x)} | {n: stepper(layer, x) for n, layer in layers.items()}, repeats
-        )
-        figures = {f"{count:,} slots, step": ratios(times)}
+        steps = {"dense": stepper(dense, x)} | {name: stepper(layer, x) for name, layer in layers.items()}
+        figures = {f"{count:,} slots, step": ratios(interleave(steps, repeats, unseen=UNSEEN))}
+        figures[f"{count:,} slots, step after another layer's"] = ratios(interleave(steps, repeats))
         held = {name: peak_bytes(layer, x) for name, layer in {"dense": dense, **layers}.items()}
         base = held.pop("dense")
         memory = {"dense MB": round(base / 2**20, 1)} | {name: round(size / base, 3) for name, size in held.items()}

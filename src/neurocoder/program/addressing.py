@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from math import isqrt
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from neurocoder.conditional import check_sizes
@@ -41,13 +40,12 @@ class Addressing:
         """Whether keys must be free: made of no slot."""
         return self.one_choice or self.fixed or self.product_keys or self.sparse
 
-    def places(self, slots: Tensor, count: int) -> Tensor:
-        """The rows of a table of keys that the keys of these slots are made of, (..., parts): of product keys the first
-        halves come first in it."""
+    def places(self, slots: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Which key each of these slots has, or which first and which second half."""
         if not self.product_keys:
-            return slots[..., None]
+            return (slots,)
         side = isqrt(count)
-        return torch.stack((slots.div(side, rounding_mode="floor"), slots % side + side), -1)
+        return slots.div(side, rounding_mode="floor"), slots % side
 
     def options(self) -> dict[str, Any]:
         """As the constructors take them."""

@@ -137,7 +137,7 @@ class Composer(Conditional):
         every = product_score(half_scores(query_MKRN, sharp)) if how.product_keys else score(query_MKRN, sharp)
         if how.top_k is None:
             return every, None
-        slots_MkRN = choose(query_MKRN, sharp, how)
+        slots_MkRN = choose(query_MKRN, sharp, how).slot_MkRN
         return only(every, slots_MkRN), slots_MkRN
 
     def coordinates(self, composition: Composition) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -3,8 +3,7 @@
 `plain` has the equations; `compose_rows` is the same by hand, with a backward of its own: fewer passes over the rows,
 few small operations, and gradients of the rows that were read, each once.
 
-Shapes: see `neurocoder.functional`; k slots that a component reads, S = R * k of them for each of N rows; a key has H
-parts, two where it is a product, each of length K; T rows of a table of such parts.
+Shapes: see `neurocoder.functional`; k slots that a component reads, S = k * R of them for each of N rows.
 """
 
 from __future__ import annotations
@@ -17,85 +16,91 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from neurocoder.functional import EPSILON, add_up, sharpen
+from neurocoder.functional import add_up
 from neurocoder.program.kept import plainly
 
 _BLOCK = 2**17  # numbers gathered at a time: what the cache of a CPU holds
 
 
-class Setting(NamedTuple):
+class Reading(NamedTuple):
     """What is no tensor."""
 
-    sharpness: float
     order: str  # of the singular values
     sparse: bool  # gradients of banks
-    sparse_keys: bool
 
 
 class Slots:
     """The slots that each component of a row reads, and who reads each slot: found out once, however many ask.
 
     Args:
-        slot_NRk: their numbers.
-        place_NRkH: the rows of the table of keys that their keys are made of.
+        slot_kRN: their numbers.
     """
 
-    def __init__(self, slot_NRk: Tensor, place_NRkH: Tensor):
-        self.slot_NRk, self.place_NRkH = slot_NRk, place_NRkH
-        self.slot_NS = slot_NRk.flatten(1)
+    def __init__(self, slot_kRN: Tensor):
+        self.slot_kRN = slot_kRN
+        self.slot_NS = slot_kRN.flatten(0, 1).t().contiguous()
 
     @cached_property
     def readers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The slots that anybody reads, in order; where the readers of each start in the list of all; that list; and
-        which place of `slot_NS` each of it was."""
+        """The slots that anybody reads, in order; where the readers of each begin in the list of all, and where those
+        of the last end; that list; and which place of `slot_NS` each of it was."""
         at, order = self.slot_NS.flatten().sort()
         rows, counts = torch.unique_consecutive(at, return_counts=True)
-        return rows, counts.cumsum(0) - counts, order // max(1, self.slot_NS.shape[1]), order
+        return rows, F.pad(counts.cumsum(0), (1, 0)), order // max(1, self.slot_NS.shape[1]), order
+
+    def added(self, d_kRN: Tensor, column_P1: Tensor, sparse: bool) -> Tensor:
+        """The gradient of a table with one number a slot, from that of what was read."""
+        at, values = self.slot_kRN.flatten(), d_kRN.flatten()
+        if not sparse:
+            return torch.zeros_like(column_P1).index_add_(0, at, values[:, None])
+        return torch.sparse_coo_tensor(at[None], values[:, None], column_P1.shape, check_invariants=False)
+
+    def gradient(self, values: Tensor, table: Tensor) -> Tensor:
+        """The sparse gradient of a table with one row a slot, from that of the rows that anybody reads."""
+        return torch.sparse_coo_tensor(
+            self.readers[0][None], values, table.shape, check_invariants=False, is_coalesced=True
+        )
 
 
 def compose_rows(
     x_NI: Tensor,
-    query_MNRHK: Tensor,
+    weight_MkRN: Tensor,
     banks: tuple[Tensor, Tensor, Tensor],
-    tables: list[Tensor],
+    gain: Tensor,
     slots: list[Slots],
-    setting: Setting,
+    setting: Reading,
 ) -> tuple[Tensor, Tensor]:
-    """What a program of its own makes of each row, (N, O), and its singular values (N, R).
+    """What a program of its own makes of each row, (N, O), and its singular values (R, N).
 
     Args:
+        weight_MkRN: of the slots that are read.
         banks: left (P, I), right (P, O) and values (P, 1).
-        tables: of keys, (T, K), one for each bank, or one for all.
-        slots: that are read, as many.
+        gain: a number that the output is multiplied by; it has no gradient.
+        slots: that are read, for each bank, or one for all, as there are weights.
     """
-    if plainly() or any(tensor.dtype != x_NI.dtype for tensor in (*banks, *tables)):
-        return plain(x_NI, query_MNRHK, banks, tables, slots, setting)
-    y_NO, sigma_NR = _Compose.apply(x_NI, query_MNRHK, *banks, slots, setting, *tables)  # pyright: ignore
-    return y_NO, sigma_NR
+    if plainly() or any(tensor.dtype != x_NI.dtype for tensor in banks):
+        return plain(x_NI, weight_MkRN, banks, gain, slots, setting)
+    y_NO, sigma_RN = _Compose.apply(x_NI, weight_MkRN, *banks, gain, slots, setting)  # pyright: ignore
+    return y_NO, sigma_RN
 
 
 def plain(
     x_NI: Tensor,
-    query_MNRHK: Tensor,
+    weight_MkRN: Tensor,
     banks: tuple[Tensor, Tensor, Tensor],
-    tables: list[Tensor],
+    gain: Tensor,
     slots: list[Slots],
-    setting: Setting,
+    setting: Reading,
 ) -> tuple[Tensor, Tensor]:
     """The equations: sparse gradients only where nobody compiles or maps."""
-    dtype, sparse = query_MNRHK.dtype, setting.sparse and not plainly()
-    weights = []
-    for query_NRHK, table, own in zip(query_MNRHK, tables, slots, strict=True):
-        key = F.embedding(own.place_NRkH, table, sparse=setting.sparse_keys and not plainly()).to(dtype)
-        unit = sharpen(query_NRHK, 1.0)[:, :, None]
-        weights.append((sharpen(key, setting.sharpness / key.shape[-2]) * unit).sum((-1, -2)).softmax(-1))
+    dtype, sparse = weight_MkRN.dtype, setting.sparse and not plainly()
     left, right, values = (
-        (F.embedding(own.slot_NRk, bank, sparse=sparse).to(dtype) * weight_NRk[..., None]).sum(2)
-        for own, bank, weight_NRk in zip(_each(slots), banks, _each(weights), strict=True)
-    )  # vectors of each component, (N, R, ...)
-    sigma_NR = add_up(values[..., 0].t(), setting.order).t()
-    inner_NR = (left * x_NI[:, None]).sum(-1)
-    return ((inner_NR * sigma_NR)[..., None] * right).sum(1), sigma_NR
+        (F.embedding(own.slot_kRN, bank, sparse=sparse).to(dtype) * weight_kRN[..., None]).sum(0)
+        for own, bank, weight_kRN in zip(_each(slots), banks, _each([*weight_MkRN]), strict=True)
+    )  # vectors of each component, (R, N, ...)
+    sigma_RN = add_up(values[..., 0], setting.order)
+    inner_RN = (left * x_NI).sum(-1)
+    return ((inner_RN * sigma_RN)[..., None] * right).sum(0) * gain, sigma_RN
 
 
 def _each(parts: list) -> list:
@@ -105,96 +110,83 @@ def _each(parts: list) -> list:
 
 class _Compose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_NI, query_MNRHK, left_PI, right_PO, column_P1, slots, setting, *tables):
+    def forward(ctx, x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain, slots, setting):
         ctx.slots, ctx.setting = slots, setting
-        scale = query_MNRHK.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
-        unit = query_MNRHK * scale
-        key = torch.stack([F.embedding(own.place_NRkH, table) for own, table in zip(slots, tables, strict=True)])
-        length = key.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
-        way = key.mul_(length)  # (M, N, R, k, H, K)
-        cosine_MNRk = (way * unit[:, :, :, None]).sum((-1, -2))
-        weight_MNRk = cosine_MNRk.mul_(setting.sharpness / way.shape[-2]).softmax(-1)
-        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MNRk])
-        held_NRk = F.embedding(value.slot_NRk, column_P1)[..., 0]
-        attended_NR = (held_NRk * s).sum(-1)
-        ladder_RR = _ladder(attended_NR.shape[1], setting.order, attended_NR.dtype, attended_NR.device)
-        sigma_NR = F.softplus(attended_NR) @ ladder_RR
-        read_NRk = _products(x_NI, left_PI, left.slot_NS).view_as(w)
-        inner_NR = (read_NRk * w).sum(-1)
-        part_NRk = (inner_NR * sigma_NR)[..., None] * v
-        y_NO = _sums(right.slot_NS, right_PO, part_NRk.flatten(1))
+        ctx.set_materialize_grads(False)
+        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MkRN])
+        held_kRN = column_P1[:, 0][value.slot_kRN]
+        attended_RN = (held_kRN * s).sum(0)
+        sigma_RN = _ladder(attended_RN, setting.order) @ F.softplus(attended_RN)
+        read_kRN = _products(x_NI, left_PI, left.slot_NS).t().reshape(w.shape)
+        inner_RN = (read_kRN * w).sum(0)
+        scaled_RN = inner_RN * sigma_RN * gain
+        part_NS = _rowwise(scaled_RN * v)
+        y_NO = _sums(right.slot_NS, right_PO, part_NS)
         ctx.save_for_backward(
-            x_NI, query_MNRHK, left_PI, right_PO, column_P1, *tables, scale, unit, length, way, weight_MNRk, held_NRk,
-            attended_NR, sigma_NR, read_NRk, inner_NR, part_NRk,
+            x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain, held_kRN, attended_RN, sigma_RN, read_kRN, inner_RN,
+            part_NS,
         )  # fmt: skip
-        return y_NO, sigma_NR
+        return y_NO, sigma_RN
 
     @staticmethod
     def backward(ctx, *d_outputs):
-        d_y_NO, d_sigma_NR = d_outputs
+        d_y_NO, d_sigma_RN = d_outputs
         saved, slots, setting, needed = ctx.saved_tensors, ctx.slots, ctx.setting, ctx.needs_input_grad
-        count = len(slots)
+        x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain = saved[:6]
+        if d_y_NO is None:
+            d_y_NO = x_NI.new_zeros(len(x_NI), right_PO.shape[1])
         if torch.is_grad_enabled():  # somebody wants derivatives of it
-            return _again(saved[: 5 + count], slots, setting._replace(sparse=False, sparse_keys=False), d_outputs)
-        x_NI, _, left_PI, right_PO, column_P1 = saved[:5]
-        scale, unit, length, way, weight_MNRk, held_NRk, attended_NR, sigma_NR, read_NRk, inner_NR, part_NRk = saved[
-            5 + count :
-        ]
-        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MNRk])
+            d_outputs = d_y_NO, saved[8].new_zeros(saved[8].shape) if d_sigma_RN is None else d_sigma_RN
+            return _again(saved[:6], slots, setting._replace(sparse=False), d_outputs)
+        held_kRN, attended_RN, sigma_RN, read_kRN, inner_RN, part_NS = saved[6:]
+        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MkRN])
 
-        d_part_NRk = _products(d_y_NO, right_PO, right.slot_NS).view_as(v)
-        d_right = _outer(part_NRk.flatten(1), d_y_NO, right_PO, right, setting.sparse) if needed[3] else None
-        d_both_NR = (d_part_NRk * v).sum(-1)
-        d_inner_NR, d_sigma_NR = d_both_NR * sigma_NR, torch.addcmul(d_sigma_NR, d_both_NR, inner_NR)
-        d_read_NS = (d_inner_NR[..., None] * w).flatten(1)
+        d_part_kRN = _products(d_y_NO, right_PO, right.slot_NS).t().reshape(v.shape).mul_(gain)
+        d_both_RN = (d_part_kRN * v).sum(0)
+        d_inner_RN, through = d_both_RN * sigma_RN, d_both_RN * inner_RN
+        d_read_NS = _rowwise(d_inner_RN * w)
+        for_left, for_right = _room(x_NI, left, d_y_NO, right)
+        d_left = _outer(d_read_NS, x_NI, left_PI, left, for_left, setting.sparse) if needed[2] else None
+        d_right = _outer(part_NS, d_y_NO, right_PO, right, for_right, setting.sparse) if needed[3] else None
         d_x = _sums(left.slot_NS, left_PI, d_read_NS) if needed[0] else None
-        d_left = _outer(d_read_NS, x_NI, left_PI, left, setting.sparse) if needed[2] else None
-        ladder_RR = _ladder(attended_NR.shape[1], setting.order, attended_NR.dtype, attended_NR.device)
-        d_attended_NR1 = (d_sigma_NR @ ladder_RR.t()).mul_(attended_NR.sigmoid())[..., None]
-        d_column = _scattered(d_attended_NR1 * s, value.slot_NRk, column_P1, setting.sparse) if needed[4] else None
-        d_query, d_tables = None, [None] * count
-        if needed[1] or any(needed[7:]):
-            d_w, d_v, d_s = d_inner_NR[..., None] * read_NRk, d_part_NRk, d_attended_NR1 * held_NRk
-            d_v = d_v.mul_((inner_NR * sigma_NR)[..., None])
-            d_weight = (d_w.add_(d_v).add_(d_s))[None] if count == 1 else torch.stack((d_w, d_v, d_s))
-            along = (d_weight * weight_MNRk).sum(-1, keepdim=True)
-            d_cosine = (d_weight.sub_(along)).mul_(weight_MNRk).mul_(setting.sharpness / way.shape[-2])[..., None, None]
-            d_unit = (d_cosine * way).sum(3)
-            d_query = d_unit.addcmul_(unit, (d_unit * unit).sum(-1, keepdim=True), value=-1).mul_(scale)
-            if any(needed[7:]):
-                d_way = d_cosine * unit[:, :, :, None]
-                d_key = d_way.addcmul_(way, (d_way * way).sum(-1, keepdim=True), value=-1).mul_(length)
-                d_tables = [
-                    _scattered(d, own.place_NRkH, table, setting.sparse_keys)
-                    for d, own, table in zip(d_key, slots, saved[5:], strict=False)
-                ]
-        return d_x, d_query, d_left, d_right, d_column, None, None, *d_tables
+        d_sigma_RN = through if d_sigma_RN is None else through.add_(d_sigma_RN)
+        d_attended_RN = (_ladder(attended_RN, setting.order).t() @ d_sigma_RN).mul_(attended_RN.sigmoid())
+        d_column = value.added(d_attended_RN * s, column_P1, setting.sparse) if needed[4] else None
+        d_weight = None
+        if needed[1]:
+            d_w, d_s = d_inner_RN * read_kRN, d_attended_RN * held_kRN
+            d_v = d_part_kRN.mul_(inner_RN * sigma_RN)
+            d_weight = d_w.add_(d_v).add_(d_s)[None] if len(weight_MkRN) == 1 else torch.stack((d_w, d_v, d_s))
+        return d_x, d_weight, d_left, d_right, d_column, None, None, None
 
 
-def _again(inputs: tuple[Tensor, ...], slots: list[Slots], setting: Setting, d_outputs: tuple) -> tuple:
+def _again(inputs: tuple[Tensor, ...], slots: list[Slots], setting: Reading, d_outputs: tuple) -> tuple:
     """Gradients that can be differentiated in turn: those of the plain function."""
-    x_NI, query, *rest = inputs
-    outputs = plain(x_NI, query, tuple(rest[:3]), rest[3:], slots, setting)
+    x_NI, weight_MkRN, left, right, column, gain = inputs
+    outputs = plain(x_NI, weight_MkRN, (left, right, column), gain, slots, setting)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, d_outputs, create_graph=True, allow_unused=True))
-    d_inputs = [next(found) if tensor.requires_grad else None for tensor in inputs]
-    return *d_inputs[:5], None, None, *d_inputs[5:]
+    return *(next(found) if tensor.requires_grad else None for tensor in inputs), None, None
+
+
+def _ladder(terms_RN: Tensor, order: str) -> Tensor:
+    """The sums of Eq. 8 as a product: ladder @ terms are the singular values."""
+    return _sums_of_terms(len(terms_RN), order, terms_RN.dtype, terms_RN.device)
 
 
 @cache
-def _ladder(components: int, order: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The sums of Eq. 8 as a product: terms (N, R) @ ladder are the singular values."""
+def _sums_of_terms(components: int, order: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     ones = torch.ones(components, components, dtype=dtype, device=device)
     if order == "ascending":
-        return ones.triu_()
-    return ones.tril_() if order == "descending" else ones.triu_().flip(1)
+        return ones.tril_()
+    return ones.triu_() if order == "descending" else ones.tril_().flip(0)
 
 
 def _products(x_NI: Tensor, bank_PI: Tensor, slot_NS: Tensor) -> Tensor:
     """The product of each row with its rows of the bank, (N, S). Where PyTorch can, as a product of which only some
     entries are computed; else by gathering as many rows at a time as the cache holds."""
     count, each = slot_NS.shape
-    if x_NI.is_cpu and count and 0 < each <= len(bank_PI) and _samples():
+    if x_NI.is_cpu and count and 0 < each <= len(bank_PI) and _multiplies_sparse():
         starts = torch.arange(0, count * each + 1, each)
         wanted = torch.sparse_csr_tensor(
             starts, slot_NS.flatten(), x_NI.new_zeros(count * each), (count, len(bank_PI)), check_invariants=False
@@ -211,9 +203,9 @@ def _products(x_NI: Tensor, bank_PI: Tensor, slot_NS: Tensor) -> Tensor:
 
 
 @cache
-def _samples() -> bool:
-    """Whether this build computes some entries of a product by themselves. Asked once: the first tensor of this layout
-    in a process warns that it is in beta."""
+def _multiplies_sparse() -> bool:
+    """Whether this build has products of sparse matrices, and computes some entries of one by themselves. Asked once:
+    the first tensor of this layout in a process warns that it is in beta."""
     if not torch.backends.mkl.is_available():
         return False
     with warnings.catch_warnings(action="ignore"):
@@ -225,23 +217,34 @@ def _samples() -> bool:
     return True
 
 
-def _sums(rows: Tensor, table: Tensor, weights: Tensor, starts: Tensor | None = None) -> Tensor:
+def _sums(rows: Tensor, table: Tensor, weights: Tensor) -> Tensor:
     """Sums of rows of the table by their weights; detached, since there is no derivative to take."""
-    return F.embedding_bag(rows, table.detach(), starts, per_sample_weights=weights.detach(), mode="sum")
+    return F.embedding_bag(rows, table.detach(), per_sample_weights=weights.detach(), mode="sum")
 
 
-def _outer(weight_NS: Tensor, x_NI: Tensor, bank_PI: Tensor, slots: Slots, sparse: bool) -> Tensor:
+def _rowwise(part_kRN: Tensor) -> Tensor:
+    """In the order of `Slots.slot_NS`: (N, S)."""
+    return part_kRN.flatten(0, 1).t().contiguous()
+
+
+def _room(x_NI: Tensor, left: Slots, d_y_NO: Tensor, right: Slots) -> tuple[Tensor, Tensor]:
+    """Where the gradients of the rows of both banks go, in one piece: glibc gives memory back to the system, which
+    clears and maps it anew at the next step, once twice as much is free as the largest piece had."""
+    shapes = [(len(slots.readers[0]), x.shape[1]) for slots, x in ((left, x_NI), (right, d_y_NO))]
+    whole = x_NI.new_empty(sum(rows * width for rows, width in shapes))
+    first, second = whole.split([rows * width for rows, width in shapes])
+    return first.view(shapes[0]), second.view(shapes[1])
+
+
+def _outer(weight_NS: Tensor, x_NI: Tensor, bank_PI: Tensor, slots: Slots, room: Tensor, sparse: bool) -> Tensor:
     """The gradient of a bank: what each row was weighed by, times what it met, added up over those that read it."""
-    rows, starts, readers, order = slots.readers
-    values = _sums(readers, x_NI, weight_NS.flatten()[order], starts)
-    if not sparse:
-        return torch.zeros_like(bank_PI).index_copy_(0, rows, values)
-    return torch.sparse_coo_tensor(rows[None], values, bank_PI.shape, check_invariants=False, is_coalesced=True)
-
-
-def _scattered(d: Tensor, place: Tensor, table_TK: Tensor, sparse: bool) -> Tensor:
-    """The gradient of a narrow table from that of the rows that were taken from it."""
-    rows, values = place.flatten(), d.reshape(place.numel(), table_TK.shape[1])
-    if not sparse:
-        return torch.zeros_like(table_TK).index_add_(0, rows, values)
-    return torch.sparse_coo_tensor(rows[None], values, table_TK.shape, check_invariants=False)
+    rows, bounds, readers, order = slots.readers
+    weights = weight_NS.flatten()[order]
+    if x_NI.is_cpu and len(rows) and _multiplies_sparse():
+        each = torch.sparse_csr_tensor(bounds, readers, weights, (len(rows), len(x_NI)), check_invariants=False)
+        torch.addmm(room, each, x_NI, beta=0.0, out=room)
+    else:
+        room.copy_(
+            F.embedding_bag(readers, x_NI, bounds, per_sample_weights=weights, mode="sum", include_last_offset=True)
+        )
+    return slots.gradient(room, bank_PI) if sparse else torch.zeros_like(bank_PI).index_copy_(0, rows, room)

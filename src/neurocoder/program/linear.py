@@ -24,6 +24,7 @@ from neurocoder.program.kernel import fused, lean
 from neurocoder.program.layer import ProgramLayer
 from neurocoder.program.options import Options, spelled_out
 from neurocoder.program.search import choose
+from neurocoder.program.weigh import Weighing, weigh
 
 _GATHERED = 8  # rows are gathered where a memory has so many slots for each that an input reads
 
@@ -93,6 +94,8 @@ class Linear(ProgramLayer):
         self._masks = not every  # whether all slots are scored, and some left out
         few = not every and self.slots >= _GATHERED * some * self.heads * self.steps
         self._gathers = ungated and (few or self.addressing.sparse)
+        self._weighing = Weighing(self.sharpness, self.addressing, self.slots)
+        self._reading = gather.Reading(self.rules.order, self.addressing.sparse)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if (
@@ -180,23 +183,20 @@ class Linear(ProgramLayer):
         with full_precision(x_YI):
             with torch.no_grad():  # keys of slots that are not read need no gradient
                 sharp = self._sharp_keys(query_MKRN.dtype)
-            slots_MkRN = choose(query_MKRN, sharp, how)
-            query_MNRK, slots_MNRk = (part.permute(0, 3, 2, 1) for part in (query_MKRN, slots_MkRN))
-            x = x_YI.to(query_MNRK.dtype)
+            chosen, x = choose(query_MKRN, sharp, how), x_YI.to(query_MKRN.dtype)
+            slots = [gather.Slots(own) for own in chosen.slot_MkRN]
+            keys = [memory.bank_keys(bank) for bank in how.banks]
+            weight_MkRN = weigh(query_MKRN, keys, sharp, chosen, slots, self._weighing)
             rows, programs = x.shape[0], control_NC.shape[0]  # len() would fix the size of an exported batch
             if rows != programs:
                 share = rows // max(1, programs)
-                query_MNRK, slots_MNRk = (part.repeat_interleave(share, 1) for part in (query_MNRK, slots_MNRk))
+                weight_MkRN = weight_MkRN.repeat_interleave(share, 3)
+                slots = [gather.Slots(own) for own in chosen.slot_MkRN.repeat_interleave(share, 3)]
                 opening_N = None if opening_N is None else self.spread(opening_N, x)
             banks = memory.left, memory.right, memory.column
-            keys = [memory.bank_keys(bank) for bank in how.banks]
-            read = [gather.Slots(own, how.places(own, self.slots)) for own in slots_MNRk]
-            setting = gather.Setting(self.sharpness, self.rules.order, how.sparse, how.sparse and not how.product_keys)
-            query_MNRHK = query_MNRK.unflatten(-1, (2 if how.product_keys else 1, -1))
-            tables = [key.flatten(0, -2) for key in keys] if how.product_keys else keys
-            y, sigma_NR = gather.compose_rows(x, query_MNRHK, banks, tables, read, setting)
-            residual_N = residual_scale(opening_N, sigma_NR.t(), self.rules.order)
-            y = y * self.gain if self.bias is None else torch.addcmul(self.bias, y, self.gain)
+            y, sigma_RN = gather.compose_rows(x, weight_MkRN, banks, self.gain, slots, self._reading)
+            residual_N = residual_scale(opening_N, sigma_RN, self.rules.order)
+            y = y if self.bias is None else y + self.bias
         y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
         return y, residual_N
 

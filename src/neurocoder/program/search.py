@@ -5,6 +5,9 @@ Shapes: see `neurocoder.functional`; k slots that a component reads, X = R * N q
 
 from __future__ import annotations
 
+from math import isqrt
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,50 +15,85 @@ from torch.nn import functional as F
 from neurocoder.functional import best, best_products, half_scores, score
 from neurocoder.program.addressing import Addressing
 from neurocoder.program.kept import plainly
+from neurocoder.program.kernel.equations import unit_queries
 
 _SIDE = 64  # slots in a block, of which the search looks at the best first
-_FEWEST = 8  # blocks: fewer are not worth a search
+_FEW = 48  # numbers that are not worth a search in blocks
 _ONE_BY_ONE = 4  # places that are found one after the other
 _EMPTY = 29  # bits of a number of double precision that one of single precision leaves empty
 _SCANNED = 1024  # slots that it scores at a time
 
 
+class Chosen(NamedTuple):
+    """The slots that each component reads, and their scores."""
+
+    score_MkRN: Tensor
+    slot_MkRN: Tensor
+
+
 @torch.no_grad()
-def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Tensor:
-    """The slots that each component reads, (M, k, R, N)."""
+def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Chosen:
+    """The slots of the largest scores."""
     if how.product_keys:
-        return best_products(half_scores(query_MKRN, sharp), how.top_k, torch.topk if plainly() else largest)
-    blocks = sharp.shape[1] // _SIDE
-    if plainly() or blocks < max(how.top_k, _FEWEST):
-        return best(score(query_MKRN, sharp), how.top_k)
-    found = [_search(query.flatten(1), keys, how.top_k) for query, keys in zip(query_MKRN, sharp, strict=True)]
-    return torch.stack(found).unflatten(2, query_MKRN.shape[2:])
+        half = half_scores(query_MKRN, sharp)
+        return Chosen(*best_products(half, how.top_k, torch.topk if plainly() else largest))
+    if plainly():
+        return Chosen(*best(score(query_MKRN, sharp), how.top_k))
+    if sharp.shape[1] <= max(_SCANNED, _SIDE * (how.top_k or 0)):
+        return Chosen(*largest(score(query_MKRN, sharp), how.top_k, 1))
+    unit_MKRN = unit_queries(query_MKRN)[0]
+    found = [_search(query.flatten(1), keys, how.top_k) for query, keys in zip(unit_MKRN, sharp, strict=True)]
+    return Chosen(*(torch.stack(part).unflatten(2, query_MKRN.shape[2:]) for part in zip(*found, strict=True)))
 
 
-def largest(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`torch.topk` of the last dimension: a few of many rows, all at once.
+def largest(score: Tensor, count: int, dim: int) -> tuple[Tensor, Tensor]:
+    """`torch.topk`, of a few of many rows, all at once. Fastest where `dim` is not the last.
 
-    A number of single precision leaves half of the bits of one of double precision empty. There its place goes, and a
-    maximum tells both; PyTorch looks for a place number by number, and takes several times as long.
+    They lie in the blocks of the largest maxima, and only of those is each number looked at.
     """
-    width = score.shape[-1]
-    if score.dtype != torch.float32 or count > _ONE_BY_ONE or width >= 2**_EMPTY:
-        return torch.topk(score, count)
-    packed = score.double()
-    packed.view(torch.int64).bitwise_or_(torch.arange(width, device=score.device))
+    width = score.shape[dim]
+    if score.dtype != torch.float32 or count > _ONE_BY_ONE:
+        return torch.topk(score, count, dim)
+    side = 1 << max(1, isqrt(width // count).bit_length() - 1)
+    if width < _FEW:
+        return _packed(score, count, dim)
+    whole = width // side * side
+    maxima = score.narrow(dim, 0, whole).unflatten(dim, (-1, side)).amax(dim + 1)
+    if whole < width:
+        maxima = torch.cat((maxima, score.narrow(dim, whole, width - whole).amax(dim, keepdim=True)), dim)
+    block = _packed(maxima, count, dim)[1]
+    inside = _count_along(dim, side, score)
+    at = (block.unsqueeze(dim + 1) * side + inside).flatten(dim, dim + 1)
+    held = score.gather(dim, at.clamp(max=width - 1))
+    if whole < width:
+        held.masked_fill_(at >= width, torch.finfo(score.dtype).min)
+    held, place = _packed(held, count, dim)
+    return held, at.gather(dim, place)
+
+
+def _packed(score: Tensor, count: int, dim: int) -> tuple[Tensor, Tensor]:
+    """The same of short rows. A number of single precision leaves half of the bits of one of double precision empty.
+    There its place goes, and a maximum tells both; PyTorch looks for a place number by number, and takes longer."""
+    packed, width = score.double(), score.shape[dim]
+    packed.view(torch.int64).bitwise_or_(_count_along(dim, width, score))
     places = []
     for turn in range(count):
-        best = packed.amax(-1, keepdim=True)
+        best = packed.amax(dim, keepdim=True)
         places.append(best.view(torch.int64) & (2**_EMPTY - 1))
         if turn + 1 < count:
-            packed.scatter_(-1, places[-1], -torch.inf)
-    place = torch.cat(places, -1)
-    return score.gather(-1, place), place
+            packed.scatter_(dim, places[-1], -torch.inf)
+    found = torch.cat(places, dim)
+    return score.gather(dim, found), found
 
 
-def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> Tensor:
-    """The slots of the largest products, (count, X): they lie in the blocks of the largest maxima, and only of those is
-    each slot looked at. The scores of all slots are never held at once."""
+def _count_along(dim: int, count: int, like: Tensor) -> Tensor:
+    """0, 1, ... along a dimension of it."""
+    return torch.arange(count, device=like.device).view(-1, *[1] * (like.dim() - 1 - dim))
+
+
+def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest products, (count, X), and their slots, as `largest` finds them, but the scores of all slots are never
+    held at once."""
     query_XK, (slots, size) = query_KX.t().contiguous(), sharp_PK.shape
     rest = -slots % _SIDE
     if rest:  # what fills the last block is never chosen
@@ -66,7 +104,7 @@ def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> Tensor:
     for at in range(0, len(sharp_PK), _SCANNED):
         score_PX = sharp_PK[at : at + _SCANNED] @ query_XK.t()
         torch.amax(score_PX.unflatten(0, (-1, _SIDE)), 1, out=best_BX[at // _SIDE : (at + _SCANNED) // _SIDE])
-    block_Xk = largest(best_BX.t(), count)[1]
-    keys_XCK = sharp_PK.view(-1, _SIDE * sharp_PK.shape[1])[block_Xk].view(len(query_XK), -1, sharp_PK.shape[1])
-    place_Xk = largest(torch.einsum("xck,xk->xc", keys_XCK, query_XK), count)[1]
-    return (block_Xk.gather(1, place_Xk // _SIDE) * _SIDE + place_Xk % _SIDE).t()
+    block_Xk = largest(best_BX, count, 0)[1].t()
+    keys_XCK = sharp_PK.view(-1, _SIDE, sharp_PK.shape[1])[block_Xk].flatten(1, 2)
+    score_Xk, place_Xk = largest(torch.einsum("xck,xk->xc", keys_XCK, query_XK), count, 1)
+    return score_Xk.t(), (block_Xk.gather(1, place_Xk // _SIDE) * _SIDE + place_Xk % _SIDE).t()

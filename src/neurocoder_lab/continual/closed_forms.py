@@ -89,7 +89,7 @@ def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
         query_MKRN, _ = controller(query_X[:, None])
         score = functional.score(query_MKRN, functional.sharpen(key_MPK, layer.sharpness))
         if layer.addressing.top_k is not None:
-            score = functional.only(score, functional.best(score, layer.addressing.top_k))
+            score = functional.only(score, functional.best(score, layer.addressing.top_k)[1])
         left, right, values = functional.attend(score, None, layer.heads, 0, layer.rules)
         sigma_RN = functional.singular_values(values_P, values, layer.rules.order)
         return functional.transform(read_P[:, None], left, sigma_RN, right)[:, 0]
