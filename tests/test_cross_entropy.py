@@ -143,6 +143,8 @@ class _Parts(torch.nn.Module):
     ("change", "said"),
     [
         ({0: torch.zeros(9, 3)}, r"expected x of \(\.\.\., 4\)"),
+        ({2: torch.zeros(6)}, r"expected bias of \(7,\), got \(6,\)"),
+        ({2: torch.zeros(7, 1)}, r"expected bias of \(7,\), got \(7, 1\)"),
         ({3: torch.zeros(8, dtype=torch.int64)}, r"expected targets of shape \(9,\)"),
         ({3: torch.zeros(9)}, "float32"),
     ],

@@ -401,6 +401,11 @@ def test_bad_input():
         conv(controller="linear", input_size=(5, 6))(torch.randn(1, 2, 6, 6).double())
     with pytest.raises(ValueError, match="leave pool out"):
         modular.GRU(3, 4, modules=2, choices=None, pool=nn.ModuleList())
+    for choices in (1, None):
+        with pytest.raises(ValueError, match="activation must be None or 'relu', got 'tanh'"):
+            modular.GRU(3, 4, modules=2, choices=choices, activation="tanh")
+        with pytest.raises(ValueError, match="dispatch must be 'sparse' or 'dense', got 'foo'"):
+            modular.GRU(3, 4, modules=2, choices=choices, dispatch="foo")
     gru = modular.GRU(3, 4, modules=2)
     with pytest.raises(ValueError, match=r"expected x of shape \(steps, batch, 3\)"):
         gru(torch.randn(2, 3))

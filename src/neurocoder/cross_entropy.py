@@ -38,6 +38,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target:
     """
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"expected x of (..., {weight.shape[-1]}), got {tuple(x.shape)} for {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias of ({len(weight)},), got {tuple(bias.shape)} for {tuple(weight.shape)}")
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
             f"expected targets of shape {tuple(x.shape[:-1])}, int64; got {tuple(target.shape)}, {target.dtype}"

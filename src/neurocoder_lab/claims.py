@@ -90,9 +90,8 @@ def _decidable(rule: Rule, runs: Runs) -> Verdict | None:
         return "not-run"
     if runs[0]["config"]["budget"] == "smoke" or not all(condition.holds(runs) for condition in rule.enough):
         return "budget-too-short"
-    if min(len(group.runs(runs)) for group in rule.groups()) < rule.fewest:
-        return "inconclusive"
-    return None
+    too_few = min(len(group.runs(runs)) for group in rule.groups()) < rule.fewest
+    return "inconclusive" if too_few or not all(condition.holds(runs) for condition in rule.given) else None
 
 
 def _verdict(rule: Rule, runs: Runs, p: float | None, p_opposite: float | None) -> Verdict:
@@ -126,7 +125,7 @@ def _told(rule: Rule, runs: Runs) -> str:
     beside = [group for group in rule.beside if group.runs(runs)]
     numbers = [group.numbers(runs) for group in (*rule.tested(), *beside)]
     parts = [_one(side, numbers) for side in numbers]
-    parts += [part.tell(runs) for part in (*rule.tests, *rule.conditions, *rule.enough)]
+    parts += [part.tell(runs) for part in (*rule.tests, *rule.conditions, *rule.given, *rule.enough)]
     return "; ".join(part for part in parts if part)
 
 

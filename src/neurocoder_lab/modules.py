@@ -16,6 +16,7 @@ Method = Literal["em", "reinforce", "topk"]
 METHODS: dict[str, str] = {"em": "EM", "reinforce": "REINFORCE", "topk": "noisy top-k"}
 BETWEEN = 15  # gradient steps of a partial M-step
 MIXED = 4  # k of noisy top-k
+ENOUGH = 5  # E-steps of a data point, at least, where EM is judged: docs/guides/modular.md has the reason
 Batch = Callable[[], tuple[Any, Tensor, Tensor]]  # gives inputs, targets, and their places in the data
 
 

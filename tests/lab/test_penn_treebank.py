@@ -5,8 +5,11 @@ from math import log
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from neurocoder.modular.training import ViterbiEM
+import neurocoder as nc
+from neurocoder.modular.route import NoisyMixture, routed
+from neurocoder.modular.training import ViterbiEM, entropies
 from neurocoder_lab import contexts, data, speed
 from neurocoder_lab.cli import main
 from neurocoder_lab.data import segments, streams
@@ -143,7 +146,8 @@ def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
     titles = [title.split(",")[0].split(":")[0] for title, _, _ in penn_treebank.tabulate(runs)]
     assert titles[:2] == ["Table 1", "Collapse"]
     assert titles[3:] == ["Table 2", "Table 2"]
-    _, header, table_1 = penn_treebank.tabulate(runs)[0]
+    title, header, table_1 = penn_treebank.tabulate(runs)[0]
+    assert title.endswith("; a segment had 1 E-steps of EM, a verdict takes 5")
     assert table_1[0][header.index("paper, 50,000")] == "229.7"
     assert len(table_1) == len(rows)
     drawn = penn_treebank.draw(runs)
@@ -161,10 +165,29 @@ def test_it_learns_and_its_modules_do_too(tmp_path):
     assert final["context_information"] > 10 * final["context_information_shuffled"]
 
 
+def test_what_noisy_top_k_chooses_is_looked_at_while_it_mixes():
+    """As its perplexity is: the state from which it chooses is that of the mixture."""
+    torch.manual_seed(0)
+    task = penn_treebank.Reader(EXPERIMENT.resolve(PennTreebank(method="topk", modules=5, iterations=9)))
+    task.attach(Accelerator(cpu=True))
+    for index in range(3):
+        task.step(index)
+    task.network.eval()
+    with torch.no_grad():
+        with routed(task.model, NoisyMixture(4, 0.0)), nc.trace(task.model) as mixed:
+            task._forward(*task._batch())
+        with nc.trace(task.model) as alone:
+            task._forward(*task._batch())
+        h_a = entropies(mixed)[0]
+        assert task.evaluate()["h_a"] == h_a != entropies(alone)[0]
+        probability = mixed.stacked("gru.candidate").probability[:, :2, 0].transpose(0, 1).flatten(0, 1)
+        torch.testing.assert_close(task._controller(), probability)
+
+
 @pytest.mark.parametrize("method", ["em", "reinforce"])
 def test_stopped_and_resumed_it_is_the_same_run(tmp_path, monkeypatch, method):
     """With the stored choices, the carried state, what was seen on the way, and the moving average."""
-    config = PennTreebank(method=method, modules=5, iterations=22, m_steps=4)
+    config = PennTreebank(method=method, modules=5, iterations=22, m_steps=4 if method == "em" else 15)
     final = same_when_stopped(EXPERIMENT, config, tmp_path, monkeypatch, at=13)
     assert len(final["controller"]) == 4
 
@@ -197,6 +220,7 @@ def test_a_sweep_has_the_twelve_rows_and_all_learn_at_the_rate_of_the_baseline(m
         (["--method", "fixed"], "Table 1 has fixed with 1 of 1, 3 of 3 modules"),
         (["--rate", "-1"], "rate must be a positive number"),
         (["--m-steps", "0"], "m_steps must be at least 1"),
+        (["--m-steps", "5", "--method", "topk"], "m_steps is for method em: topk has no E-steps"),
     ],
 )
 def test_wrong_use_is_told(tmp_path, capsys, words, said):

@@ -122,14 +122,47 @@ def test_a_gain_about_ten_points_and_a_steady_head():
     assert verdict("nc-split-cifar10-si", *streams("nc-split-cifar10-si", 80)) == "inconclusive"
 
 
-def test_not_better_by_a_point_needs_five_runs():
-    def modular(test, seeds=5):
-        return [*several({"model": "linear"}, seeds, train=90.0, test=test, gap=1.0),
-                *several({"model": "baseline"}, seeds, train=80.0, test=60.0, gap=1.0)]  # fmt: skip
+def test_not_better_by_a_point_needs_five_runs_that_learned_more_of_what_they_trained_on():
+    def modular(test, seeds=5, train=90.0):
+        return [*several({"model": "linear"}, seeds, train=train, test=test),
+                *several({"model": "baseline"}, seeds, train=80.0, test=60.0)]  # fmt: skip
 
     assert verdict("mn-cifar-generalise", *modular(60.2)) == "holds"
     assert verdict("mn-cifar-generalise", *modular(65.0)) == "contradicted"
     assert verdict("mn-cifar-generalise", *modular(60.2, seeds=4)) == "inconclusive"
+    assert verdict("mn-cifar-generalise", *modular(11.0)) == "inconclusive"  # as by chance
+    for test in (50.0, 65.0):
+        assert verdict("mn-cifar-generalise", *modular(test, train=70.0)) == "inconclusive"  # not what is claimed
+    assert "Decided only where train of linear is above baseline" in rules()["mn-cifar-generalise"].how()
+
+
+def test_a_controller_that_chooses_as_by_chance_does_not_overfit_less():
+    linear = several({"model": "linear"}, gap=50.0, test=15.0)
+    for test, gap, wanted in ((30.0, 20.0, "holds"), (10.0, 0.5, "inconclusive"), (30.0, 60.0, "contradicted")):
+        found = verdict("mn-cifar-controller", *linear, *several({"model": "convolution"}, gap=gap, test=test))
+        assert found == wanted
+
+
+def test_noise_is_what_moves_during_training_unless_it_has_collapsed():
+    def treebank(noise, other, h_b=2.0):
+        """Entropies of EM and REINFORCE that go up and down by so much at every second evaluation."""
+        runs = several({"method": "fixed", "modules": 1, "choices": 1}, test_perplexity=250.0)
+        for method, size, final in (
+            ("em", noise, {"h_a": 0.01, "h_b": 2.6, "e_steps": 16.0}),
+            ("reinforce", other, {"h_a": 0.5, "h_b": h_b}),
+        ):
+            for made in several({"method": method, "modules": 15, "choices": 1}, **final):
+                zigzag = {name: [final[name] + size * (n % 2) for n in range(40)] for name in ("h_a", "h_b")}
+                made["curve"] = {"step": [*range(75, 3001, 75)]} | zigzag
+                runs.append(made)
+        return runs
+
+    assert verdict("mn-ptb-entropy", *treebank(0.001, 0.1)) == "holds"
+    assert verdict("mn-ptb-entropy", *treebank(0.1, 0.001)) == "inconclusive"
+    assert verdict("mn-ptb-entropy", *treebank(0.001, 0.0, h_b=0.0)) == "holds"  # one module has no noise
+    moves = next(group.of for group in rules()["mn-ptb-entropy"].groups() if group.of)
+    assert moves({"curve": {"step": [1, 2, 3, 4, 5], "h_a": [9.0, 0.0, 1.0, 1.5, 1.0]}}) == 0.5
+    assert moves({"curve": {"step": [5], "h_a": [1.0]}}) == 0.0
 
 
 def test_runs_that_are_too_short_decide_nothing():

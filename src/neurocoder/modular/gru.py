@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes
-from neurocoder.dispatch import Dispatch, picked, side_by_side
-from neurocoder.modular.layers import Linear
+from neurocoder.dispatch import Dispatch, check_dispatch, picked, side_by_side
+from neurocoder.modular.layers import Linear, check_activation
 from neurocoder.precision import autocasting
 
 Candidate = Callable[[int, Tensor, Tensor], Tensor]
@@ -53,6 +53,8 @@ class GRU(nn.Module):
         dtype=None,
     ):
         check_sizes(input_size=input_size, hidden_size=hidden_size, modules=modules)
+        check_activation(activation)
+        check_dispatch(dispatch)
         super().__init__()
         self.input_size, self.hidden_size, self.batch_first = input_size, hidden_size, batch_first
         both = input_size + hidden_size

@@ -24,6 +24,11 @@ Combine = Literal["sum", "concatenate"]
 _CHANNELS = 8  # of a convolutional controller
 
 
+def check_activation(activation: str | None) -> None:
+    if activation not in (None, "relu"):
+        raise ValueError(f"activation must be None or 'relu', got {activation!r}")
+
+
 class Modular(Conditional):
     """A layer that applies K of the M modules of its pool to each input. Use `Linear` or `Conv2d`."""
 
@@ -51,8 +56,7 @@ class Modular(Conditional):
             raise ValueError(f"choices is at most the number of modules, {modules}; got {choices}")
         if combine not in ("sum", "concatenate"):
             raise ValueError(f"combine must be 'sum' or 'concatenate', got {combine!r}")
-        if activation not in (None, "relu"):
-            raise ValueError(f"activation must be None or 'relu', got {activation!r}")
+        check_activation(activation)
         if combine == "concatenate" and width % choices:
             raise ValueError(
                 f"{choices} modules cannot share {width} outputs evenly: choose a multiple, or combine='sum'"

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import log
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from neurocoder_lab import data, figures
 from neurocoder_lab.contexts import CLASSES, look
 from neurocoder_lab.data import segments, streams
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.modules import BETWEEN, METHODS, MIXED, Lesson, chosen, in_order, numbered, reached_by_all
+from neurocoder_lab.modules import BETWEEN, ENOUGH, METHODS, MIXED, Lesson, chosen, in_order, numbered, reached_by_all
 from neurocoder_lab.papers import published
 from neurocoder_lab.results import Runs, spread
 from neurocoder_lab.task import Config, Experiment, Grid, Picture, Table, Task
@@ -52,6 +53,7 @@ MEASURED = 32  # streams in which a text is measured: each starts without a stat
 ITERATIONS = {"smoke": 20, "desk": 3000, "paper": 50_000}
 RATES = (0.001, 0.003, 0.01, 0.03)  # of Adam, tried on held-out data
 UNTUNED = 0.01
+EVALUATIONS = 40  # of a run, so that Fig 4 shows noise; one costs as much as seven iterations
 SHOWN, STAGES = 2, (0.0, 0.02, 0.1, 0.3)  # Fig 5: segments, and when, as shares of training; and at the end
 
 
@@ -79,6 +81,8 @@ class PennTreebank(Config):
         if (self.method, self.modules, self.choices) not in ROWS:
             known = ", ".join(f"{choices} of {modules}" for name, modules, choices in ROWS if name == self.method)
             raise LabError(f"Table 1 has {self.method} with {known} modules, not {self.choices} of {self.modules}")
+        if self.method != "em" and self.m_steps != BETWEEN:
+            raise LabError(f"m_steps is for method em: {self.method} has no E-steps")
 
 
 def fill(config: PennTreebank) -> dict[str, Any]:
@@ -116,7 +120,7 @@ class Reader(Task):
         self.config, self.text = config, data.words("ptb")
         model = WordModel(len(self.text.vocabulary), config.method, config.modules, config.choices)
         optimiser = torch.optim.Adam(model.parameters(), lr=config.rate, fused=True)
-        super().__init__(model, optimiser, config.iterations, evaluate_every=max(config.iterations // 20, 10))
+        super().__init__(model, optimiser, config.iterations, evaluate_every=max(config.iterations // EVALUATIONS, 10))
         self.fingerprint = self.text.fingerprint
         whole = [pair for pair in segments(streams(self.text.train, BATCH), STEPS) if pair[0].shape[1] == STEPS]
         if not whole:
@@ -163,7 +167,7 @@ class Reader(Task):
         measured = {"validation_perplexity": self.perplexity(self.text.validation)}
         if self.lesson is None:
             return measured
-        with nc.trace(self.model) as seen:
+        with self.mixing(), nc.trace(self.model) as seen:
             self._forward(*self._batch())
         return measured | chosen(seen)
 
@@ -213,7 +217,7 @@ class Reader(Task):
 
     def _controller(self) -> Tensor:
         """The distribution over modules at the words of a few segments, (N, M)."""
-        with nc.trace(self.model) as seen:
+        with self.mixing(), nc.trace(self.model) as seen:
             self._forward(*(tensor[:SHOWN] for tensor in self._batch()))
         return seen.stacked("gru.candidate").probability[:, :, 0].transpose(0, 1).flatten(0, 1).cpu()
 
@@ -275,7 +279,10 @@ def tabulate(runs: Runs) -> list[Table]:
     tables: list[Table] = []
     if table_1:
         header = ["training", "M", "K", "test perplexity", "validation", "paper, 50,000", "iterations", "parameters"]
-        tables.append(("Table 1: perplexity on Penn Treebank", header, table_1))
+        title, visits = "Table 1: perplexity on Penn Treebank", runs.values("e_steps")
+        if visits:
+            title += f"; a segment had {mean(visits):.2g} E-steps of EM, a verdict takes {ENOUGH}"
+        tables.append((title, header, table_1))
     if collapse:
         header = ["training", "H_a", "H_b", "modules used", "most H_b can be", "E-steps of a segment"]
         header.append("test perplexity, one module")

@@ -27,6 +27,7 @@ class Rule:
         experiment: whose runs decide it.
         tests: all must pass.
         conditions: what else must be so, without a test.
+        given: what the claim supposes; where it is not so, nothing is decided.
         enough: when its runs are long enough to decide it; runs of budget smoke never are.
         beside: groups that are reported and decide nothing.
         table: claims of one table are corrected together; by default all of the experiment.
@@ -37,6 +38,7 @@ class Rule:
     experiment: str
     tests: tuple[Test, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    given: tuple[Condition, ...] = ()
     enough: tuple[Condition, ...] = ()
     beside: tuple[Group, ...] = ()
     table: str = ""
@@ -45,8 +47,8 @@ class Rule:
 
     def groups(self) -> list[Group]:
         """Those that decide it, each once."""
-        of_conditions = [group for condition in (*self.conditions, *self.enough) for group in condition.needs]
-        return distinct(self.tested() + of_conditions)
+        conditions = (*self.conditions, *self.given, *self.enough)
+        return distinct(self.tested() + [group for condition in conditions for group in condition.needs])
 
     def tested(self) -> list[Group]:
         return distinct([group for test in self.tests for group in test.groups()])
@@ -57,6 +59,8 @@ class Rule:
         text = "; ".join(parts) + f"; n >= {self.fewest}"
         if self.tests:
             text += f"; one-sided tests, 5%, Holm between the claims of table {self.table or self.experiment}"
+        given = " and ".join(condition.words for condition in self.given)
+        text += f". Decided only where {given}" if given else ""
         text += f". {self.note}" if self.note else ""
         enough = " and ".join(condition.words for condition in self.enough)
         return f"{text}. Long enough: {enough or 'any budget but smoke'}."
