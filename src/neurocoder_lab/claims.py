@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,18 @@ def unclean(folder: Path) -> int:
 
 
 def _chosen(rule: Rule, runs: Runs) -> Runs:
-    """Runs of the longest budget at which every group has enough of them; else at which every group has some."""
+    """Runs of the longest budget at which every group has enough of them; else at which every group has some.
+
+    Where the rule names a setting, they share its value: the largest at which there are such runs.
+    """
     *longer, smoke = BUDGETS
+    places = [runs]
+    if rule.largest:
+        values = sorted({run["config"][rule.largest] for run in runs}, reverse=True)
+        places = [runs.where(**{rule.largest: value}) for value in values]
     for fewest, budgets in ((rule.fewest, longer), (1, longer), (1, [smoke])):
-        for budget in budgets:
-            chosen = runs.where(budget=budget)
+        for place, budget in product(places, budgets):
+            chosen = place.where(budget=budget)
             if chosen and all(len(group.runs(chosen)) >= fewest for group in rule.groups()):
                 return chosen
     return Runs()

@@ -1,6 +1,6 @@
 """Rules name only what their experiments have, and judge their claim: every kind of test, on made-up runs."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -21,6 +21,7 @@ def test_every_rule_is_of_an_experiment_and_every_experiment_has_one():
 def test_what_a_rule_names_exists(name):
     rule = rules()[name]
     experiment = experiments.get(rule.experiment)
+    assert rule.largest in ("", *(field.name for field in fields(experiment.config)))
     assert [unknown(group, experiment) for group in (*rule.groups(), *rule.beside)] == [None] * len(
         [*rule.groups(), *rule.beside]
     )
@@ -172,6 +173,39 @@ def test_agents_must_beat_chance_and_have_had_their_steps():
     assert verdict("nc-atari-frostbite", *game("frostbite", scores, 33e6)) == "budget-too-short"
     flat = dict.fromkeys(scores, 68.0)
     assert verdict("nc-atari-seaquest", *game("seaquest", flat, 33e6)) == "budget-too-short"
+
+
+def test_algorithms_are_judged_at_the_most_tasks_and_decided_at_eight():
+    settings = (
+        "bit_error",
+        *(f"bit_error_{setting}" for setting in ("longer", "more_repeats", "more_items", "more_tasks")),
+    )
+
+    def machines(tasks, ours=5.0, ntm=10.0, models=("ntm", "nsm", "film", "hypernet", "neurocoder")):
+        errors = dict.fromkeys(models, ntm) | {"neurocoder": ours}
+        place = {"setting": "chain", "tasks": tasks}
+        return [
+            r for model in models for r in several({"model": model} | place, **dict.fromkeys(settings, errors[model]))
+        ]
+
+    for claim in ("nc-algo-train", "nc-algo-test"):
+        assert verdict(claim, *machines(2)) == "budget-too-short"
+        assert verdict(claim, *machines(4)) == "budget-too-short"
+        assert verdict(claim, *machines(8)) == "holds"
+        assert verdict(claim, *machines(8, ours=15.0)) == "contradicted"
+        assert verdict(claim, *machines(8, ntm=30.0)) == "budget-too-short"
+        assert verdict(claim, *machines(2, ours=30.0), *machines(8)) == "holds"
+        assert verdict(claim, *machines(2), *machines(4, models=("ntm",))) == "budget-too-short"
+        assert verdict(claim, *machines(2, models=("ntm", "neurocoder"))) == "not-run"
+
+    def looked_at(*runs):
+        chosen = claims._chosen(rules()["nc-algo-train"], Runs(runs))
+        return {run["config"]["tasks"] for run in chosen}
+
+    assert looked_at(*machines(2), *machines(4)) == {4}
+    assert looked_at(*machines(2), *machines(4, models=("ntm", "nsm", "neurocoder"))) == {2}
+    alone = several({"model": "ntm", "setting": "copy", "tasks": 1}, bit_error=1.0)
+    assert looked_at(*alone, *machines(2)) == {2}
 
 
 def test_solving_and_generalising_are_two_measurements():

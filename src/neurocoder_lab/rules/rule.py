@@ -29,6 +29,7 @@ class Rule:
         conditions: what else must be so, without a test.
         enough: when its runs are long enough to decide it; runs of budget smoke never are.
         beside: groups that are reported and decide nothing.
+        largest: a setting; runs with the largest of its values that every group has are looked at, and no others.
         table: claims of one table are corrected together; by default all of the experiment.
         fewest: runs that every group must have.
         note: what the words of tests and conditions leave unsaid.
@@ -39,6 +40,7 @@ class Rule:
     conditions: tuple[Condition, ...] = ()
     enough: tuple[Condition, ...] = ()
     beside: tuple[Group, ...] = ()
+    largest: str = ""
     table: str = ""
     fewest: int = FEWEST
     note: str = ""
@@ -55,6 +57,7 @@ class Rule:
         """The rule in words."""
         parts = [test.words() for test in self.tests] + [condition.words for condition in self.conditions]
         text = "; ".join(parts) + f"; n >= {self.fewest}"
+        text += f", at the largest number of {self.largest} that all have" if self.largest else ""
         if self.tests:
             text += f"; one-sided tests, 5%, Holm between the claims of table {self.table or self.experiment}"
         text += f". {self.note}" if self.note else ""
