@@ -1,10 +1,11 @@
 """Rules name only what their experiments have, and judge their claim: every kind of test, on made-up runs."""
 
+import json
 from dataclasses import fields, replace
 
 import pytest
 
-from neurocoder_lab import claims, experiments
+from neurocoder_lab import claims, experiments, results
 from neurocoder_lab.evidence import Bound, Compare, Falls, Group, unknown, welch
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
@@ -94,6 +95,42 @@ def test_error_against_steps_is_a_rank_correlation():
     assert verdict("nc-mnist-steps", *by_steps(0.0)) == "inconclusive"
     one_seed = [run for run in by_steps(-0.1) if run["config"]["seed"] == 0]
     assert verdict("nc-mnist-steps", *one_seed) == "inconclusive"  # three runs at each place are wanted
+
+
+def test_patterns_are_compared_where_they_cover_half_of_the_images():
+    def attention(several_, single):
+        places = [{"model": model, "optimiser": "adam"} for model in ("multi-10-slots", "single-30-slots")]
+        return [
+            r
+            for place, (count, coverage) in zip(places, (several_, single), strict=True)
+            for r in several(place, patterns=count, pattern_coverage=coverage)
+        ]
+
+    assert verdict("nc-mnist-patterns", *attention((20, 0.8), (5, 0.9))) == "holds"
+    assert verdict("nc-mnist-patterns", *attention((5, 0.9), (20, 0.8))) == "contradicted"
+    assert verdict("nc-mnist-patterns", *attention((20, 0.8), (0, 0.0))) == "inconclusive"
+    assert verdict("nc-mnist-patterns", *attention((0, 0.0), (20, 0.8))) == "inconclusive"
+
+
+def test_a_rule_says_chosen_only_of_what_was(tmp_path):
+    def words(name):
+        with results.at(tmp_path):
+            return rules()[name].how()
+
+    def row(place, lower=True, **values):
+        tried = [{"values": values, "mean": 1.0, "n": 3}]
+        return {"experiment": "mnist-linear", "place": place, "lower": lower, "tried": tried}
+
+    assert "not yet chosen" in words("nc-mnist-error")
+    assert "not yet chosen" in words("nc-mnist-steps")
+    tuned = [row({"model": model}, optimiser="sgd") for model in ("linear", "neurocoder")]
+    tuned += [row({"model": "neurocoder", "optimiser": "sgd"}, attention_steps=10)]
+    place = {"model": "neurocoder", "optimiser": "adam"}
+    tuned += [row(place | {"attention_steps": steps}, rate=0.01) for steps in range(1, 11)]
+    (tmp_path / "tuned.json").write_text(json.dumps(tuned))
+    assert "J and optimiser as chosen" in words("nc-mnist-error")
+    assert "neurocoder sgd attention_steps 10" in words("nc-mnist-error")
+    assert "rate chosen on validation data" in words("nc-mnist-steps")
 
 
 def test_a_fifth_of_the_parameters():
