@@ -141,10 +141,13 @@ def test_ratios_decide_claims(tmp_path, capsys, monkeypatch, ours, verdict):
 
     monkeypatch.setattr(speed, "source", lambda: {"commit": "abc", "dirty": False})
     monkeypatch.setattr(speed, "compare", compare)
-    file = tmp_path / "speed.json"
+    file, told = tmp_path / "speed.json", []
     for networks in (speed.NETWORKS[:1], speed.NETWORKS[1:]):  # the second adds to what the first wrote
         assert main(["bench", "networks", "--networks", *networks, "--out", str(file)]) == 0
-    assert "1.20 (1.20 to 1.20)" in capsys.readouterr().out
+        told.append(capsys.readouterr().out)
+    assert all("1.20 (1.20 to 1.20)" in text for text in told)
+    assert "--networks lenet densenet polynomial-gru ntm\n" in told[0]
+    assert "the claims about speed lack" not in told[1]
     assert len(results.load(tmp_path, "speed").where(network="polynomial-gru")) == 3 * 4
     judged = {claim.id: claim.verdict for claim in claims.judge(tmp_path)}
     assert judged["nc-overhead"] == judged["nc-overhead-light"] == verdict
@@ -152,7 +155,11 @@ def test_ratios_decide_claims(tmp_path, capsys, monkeypatch, ours, verdict):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--seeds", "0"], "seeds must be at least 1"), (["--out", "results"], "--out takes a JSON file")],
+    [
+        (["--seeds", "0"], "seeds must be at least 1"),
+        (["--networks"], "--networks names none"),
+        (["--out", "results"], "--out takes a JSON file"),
+    ],
 )
 def test_wrong_use_of_the_benchmark_is_told(capsys, words, said):
     assert main(["bench", "networks", *words]) == 1

@@ -35,12 +35,10 @@ def _sizes() -> dict[str, Rule]:
 def _speed() -> dict[str, Rule]:
     """step_ratio: a training step over that of the plain network, in one run of the benchmark."""
     heavy, light = [], []
-    for network in ("mlp", "lenet", "densenet", "polynomial-gru"):
+    rivals = dict.fromkeys(("mlp", "lenet", "densenet"), ("moe", "nsm")) | {"polynomial-gru": (), "ntm": ("nsm",)}
+    for network, theirs in rivals.items():  # as far as the papers have them there
         (ours,) = groups("step_ratio", "neurocoder", network=network, lower=True)
-        if network == "polynomial-gru":  # the papers have no MoE and no NSM there
-            heavy += [Bound(ours, 1.3)]
-        else:
-            heavy += [Bound(ours, 1.3), *every([ours], groups("step_ratio", "moe", "nsm", network=network, lower=True))]
+        heavy += [Bound(ours, 1.3), *every([ours], groups("step_ratio", *theirs, network=network, lower=True))]
         light += every([ours], groups("step_ratio", "hypernet", "film", network=network, lower=True), factor=1.15)
     note = "With the paper's settings, for each network measured."
     return {
