@@ -82,6 +82,26 @@ def test_densenet_and_a_hundred_classes(tmp_path):
     assert [cifar.in_steps(done) for done in (0.0, 0.5, 0.8)] == [1.0, 0.1, 0.01]
 
 
+def test_a_hundred_layers_take_twenty_steps_at_the_desk():
+    axes = EXPERIMENT.axes | {"network": ("densenet",), "dataset": ("cifar10",), "depth": (100,)}
+    configs = [EXPERIMENT.resolve(config) for config in grid(EXPERIMENT, axes, 1)]
+    assert [config.model for config in configs] == [*cifar.MODELS[:6]]
+    assert {(c.depth, c.epochs, c.examples // cifar.BATCH["densenet"], c.tested) for c in configs} == {
+        (100, 1, 20, 100)
+    }
+    whole = EXPERIMENT.resolve(Cifar(network="densenet"))
+    assert (whole.depth, whole.epochs, whole.examples) == (40, 5, 10_000)
+    published = EXPERIMENT.resolve(Cifar(network="densenet", budget="paper", depth=100))
+    assert published == EXPERIMENT.resolve(Cifar(network="densenet", budget="paper"))
+    runs = Runs(
+        {"config": vars(config), "final": {"test": 10.0, "train": 11.0, "parameters": 9}, "curve": {}}
+        for config in (*configs, whole)
+    )
+    titles = [title for title, _, _ in cifar.tabulate(runs)]
+    assert [title[:12] for title in titles] == ["DenseNet-40,", "DenseNet-100"]
+    assert "1 epoch of 640 pictures" in titles[1]
+
+
 def test_jitter_shifts_and_mirrors():
     torch.manual_seed(0)
     x = torch.zeros(200, 1, 32, 32, dtype=torch.uint8)

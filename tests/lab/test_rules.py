@@ -188,12 +188,15 @@ def test_runs_that_are_too_short_decide_nothing():
     assert verdict("mn-ptb-baseline", *treebank(250.0)) == "holds"
     assert verdict("mn-ptb-baseline", *treebank(400.0)) == "budget-too-short"
     assert verdict("mn-ptb-baseline", *treebank(250.0, e_steps=1.0)) == "budget-too-short"
-    densenet = {"network": "densenet", "dataset": "cifar10"}
+    densenet, runs = {"network": "densenet", "dataset": "cifar10"}, []
     for budget, wanted in (("desk", "budget-too-short"), ("paper", "holds")):
-        runs = several({"model": "neurocoder"} | densenet, budget=budget, test=95.0)
-        for model in ("original", "moe", "nsm"):
-            runs += several({"model": model} | densenet, budget=budget, test=93.0)
+        for epochs in (1, 5):
+            for model in ("neurocoder", "original", "moe", "nsm"):
+                place = {"model": model, "epochs": epochs} | densenet
+                runs += several(place, budget=budget, test=95.0 if model == "neurocoder" else 93.0)
         assert verdict("nc-cifar10-densenet", *runs) == wanted
+        chosen = claims._chosen(rules()["nc-cifar10-densenet"], Runs(runs))
+        assert {(run["config"]["epochs"], run["config"]["budget"]) for run in chosen} == {(5, budget)}
 
 
 def test_agents_must_beat_chance_and_have_had_their_steps():
