@@ -40,7 +40,7 @@ def _speed() -> dict[str, Rule]:
         (ours,) = groups("step_ratio", "neurocoder", network=network, lower=True)
         heavy += [Bound(ours, 1.3), *every([ours], groups("step_ratio", *theirs, network=network, lower=True))]
         light += every([ours], groups("step_ratio", "hypernet", "film", network=network, lower=True), factor=1.15)
-    note = "With the paper's settings, for each network measured."
+    note = "With the paper's settings, for each network measured"
     return {
         "nc-overhead": Rule("speed", tuple(heavy), note=note),
         "nc-overhead-light": Rule("speed", tuple(light), note=note),
