@@ -40,6 +40,17 @@ def test_the_new_layers_are_like_the_old():
     assert model(X.double()).dtype == torch.float64
 
 
+def test_a_network_without_data_is_sized_as_one_with():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64))
+    real = copy.deepcopy(model).to_empty(device="cpu")
+    for layer in (real[0], real[2]):
+        layer.reset_parameters()
+    assert nc.recode(model, "*") == nc.recode(real, "*") == ["0", "2"]
+    assert model(torch.randn(3, 256, device="meta")).shape == (3, 64)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in real.parameters()]
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [

@@ -71,7 +71,7 @@ def recode(
     for name in each if base == "replace" else ():
         old, made = chosen[name], new[chosen[name]]
         if unsaid and isinstance(made, ProgramLayer) and made.residual is not None:
-            if not old.weight.isfinite().all():
+            if not old.weight.is_meta and not old.weight.isfinite().all():
                 raise ValueError(f"the weights of {name} are not finite: nothing can start as them")
             made.become(old)
         elif _looks_trained(old):

@@ -29,7 +29,7 @@ def look(attention_NRP: Tensor, label_N: Tensor) -> dict[str, Any]:
     shuffled = torch.randperm(len(leaf_N), generator=torch.Generator().manual_seed(0))
     mean_CRP = torch.stack([attention_NRP[label_N == which].mean(0) for which in range(classes)])
     return {
-        "patterns": patterns(attention_NRP),
+        **patterns(attention_NRP),
         "tree_separation": information(counts_LC),
         "tree_separation_shuffled": information(table(leaf_N[shuffled], label_N, *counts_LC.shape)),
         "tree_purity": counts_LC.amax(1).sum().item() / len(leaf_N),
@@ -39,10 +39,21 @@ def look(attention_NRP: Tensor, label_N: Tensor) -> dict[str, Any]:
     }
 
 
-def patterns(attention_NRP: Tensor) -> int:
-    """How many distinct patterns at least one in a hundred inputs holds."""
+def patterns(attention_NRP: Tensor) -> dict[str, float]:
+    """How many patterns are common: at least one in a hundred inputs holds them.
+
+    Where inputs differ most there may be none, so also: the share of inputs that hold a common one, how many distinct
+    patterns there are, and how many equally frequent ones would be as diverse (the exponential of their entropy).
+    """
     _, held = attention_NRP.argmax(-1).unique(dim=0, return_counts=True)
-    return int((held >= COMMON * len(attention_NRP)).sum())
+    share = held.double() / len(attention_NRP)
+    common = held >= COMMON * len(attention_NRP)
+    return {
+        "patterns": int(common.sum()),
+        "pattern_coverage": share[common].sum().item(),
+        "patterns_distinct": len(held),
+        "patterns_effective": entropy(share).exp().item(),
+    }
 
 
 def two_means(x_NP: Tensor) -> tuple[Tensor, Tensor]:

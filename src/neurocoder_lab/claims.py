@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,18 @@ def unclean(folder: Path) -> int:
 
 
 def _chosen(rule: Rule, runs: Runs) -> Runs:
-    """Runs of the longest budget at which every group has enough of them; else at which every group has some."""
+    """Runs of the longest budget at which every group has enough of them; else at which every group has some.
+
+    Where the rule names a setting, they share its value: the largest at which there are such runs.
+    """
     *longer, smoke = BUDGETS
+    places = [runs]
+    if rule.largest:
+        values = sorted({run["config"][rule.largest] for run in runs}, reverse=True)
+        places = [runs.where(**{rule.largest: value}) for value in values]
     for fewest, budgets in ((rule.fewest, longer), (1, longer), (1, [smoke])):
-        for budget in budgets:
-            chosen = runs.where(budget=budget)
+        for place, budget in product(places, budgets):
+            chosen = place.where(budget=budget)
             if chosen and all(len(group.runs(chosen)) >= fewest for group in rule.groups()):
                 return chosen
     return Runs()
@@ -100,6 +108,8 @@ def _verdict(rule: Rule, runs: Runs, p: float | None, p_opposite: float | None) 
     if undecided is not None:
         return undecided
     failed = [condition for condition in rule.conditions if not condition.holds(runs)]
+    if any(condition.basis for condition in failed):
+        return "inconclusive"
     if (p_opposite is not None and p_opposite < LEVEL) or any(condition.sure for condition in failed):
         return "contradicted"
     return "inconclusive" if failed or (p is not None and p >= LEVEL) else "holds"

@@ -85,9 +85,8 @@ def command_of(experiment: Experiment, axes: dict[str, tuple[Any, ...]], seeds: 
     """What to type for this sweep anywhere: nothing of folders and workers, and no axis that is taken as it comes."""
     words = f"neurocoder sweep {experiment.name} --budget {budget} --seeds {seeds}"
     for name, values in experiment.axes.items():
-        chosen = [value for value in values if value in axes[name]]
-        if {*chosen} != {*experiment.main.get(name, values)}:
-            words += f" --{name} {' '.join(map(str, chosen))}"
+        if {*axes[name]} != {*experiment.main.get(name, values)}:
+            words += f" --{name} {' '.join(str(value) for value in (*values, None) if value in axes[name])}"
     return words
 
 

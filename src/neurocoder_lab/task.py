@@ -152,7 +152,8 @@ class Experiment:
         metrics: numbers that a finished run has: what rules and tuning may name.
         grids: settings that `neurocoder tune` chooses on held-out data.
         tuned: settings that another experiment's grids choose.
-        main: of some axes, the values that a sweep takes unless told otherwise; of the others it takes all.
+        main: of some axes, the values that a sweep takes unless told otherwise (None: what `fill` says); of the
+            others it takes all.
         fill: from a config to what stands where one of its fields is None, by its budget and model.
         start: makes the task of a config whose fields are all filled in.
         figures, tables: from the distilled runs to what the report shows of them.

@@ -229,6 +229,20 @@ def test_time_steps_are_timed(monkeypatch):
     assert ours["time_steps"] / found["original"]["time_steps"] == pytest.approx(1 / ours["step_ratio"])
 
 
+def test_a_sweep_takes_the_tasks_of_its_setting_and_budget(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("neurocoder_lab.sweep.sweep", lambda experiment, configs, *_, **__: asked.extend(configs) or [])
+    for words, tasks in (
+        ([], 2),
+        (["--budget", "paper"], 8),
+        (["--setting", "copy"], 1),
+        (["--tasks", "None", "2"], 2),
+    ):
+        asked = []
+        folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+        assert main(["sweep", "algorithms", "--seeds", "1", *words, *folders]) == 0
+        assert [config.tasks for config in asked] == [tasks] * 5
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

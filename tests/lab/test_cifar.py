@@ -82,6 +82,26 @@ def test_densenet_and_a_hundred_classes(tmp_path):
     assert [cifar.in_steps(done) for done in (0.0, 0.5, 0.8)] == [1.0, 0.1, 0.01]
 
 
+def test_a_hundred_layers_take_twenty_steps_at_the_desk():
+    axes = EXPERIMENT.axes | {"network": ("densenet",), "dataset": ("cifar10",), "depth": (100,)}
+    configs = [EXPERIMENT.resolve(config) for config in grid(EXPERIMENT, axes, 1)]
+    assert [config.model for config in configs] == [*cifar.MODELS[:6]]
+    assert {(c.depth, c.epochs, c.examples // cifar.BATCH["densenet"], c.tested) for c in configs} == {
+        (100, 1, 20, 100)
+    }
+    whole = EXPERIMENT.resolve(Cifar(network="densenet"))
+    assert (whole.depth, whole.epochs, whole.examples) == (40, 5, 10_000)
+    published = EXPERIMENT.resolve(Cifar(network="densenet", budget="paper", depth=100))
+    assert published == EXPERIMENT.resolve(Cifar(network="densenet", budget="paper"))
+    runs = Runs(
+        {"config": vars(config), "final": {"test": 10.0, "train": 11.0, "parameters": 9}, "curve": {}}
+        for config in (*configs, whole)
+    )
+    titles = [title for title, _, _ in cifar.tabulate(runs)]
+    assert [title[:12] for title in titles] == ["DenseNet-40,", "DenseNet-100"]
+    assert "1 epoch of 640 pictures" in titles[1]
+
+
 def test_jitter_shifts_and_mirrors():
     torch.manual_seed(0)
     x = torch.zeros(200, 1, 32, 32, dtype=torch.uint8)
@@ -141,10 +161,13 @@ def test_ratios_decide_claims(tmp_path, capsys, monkeypatch, ours, verdict):
 
     monkeypatch.setattr(speed, "source", lambda: {"commit": "abc", "dirty": False})
     monkeypatch.setattr(speed, "compare", compare)
-    file = tmp_path / "speed.json"
+    file, told = tmp_path / "speed.json", []
     for networks in (speed.NETWORKS[:1], speed.NETWORKS[1:]):  # the second adds to what the first wrote
         assert main(["bench", "networks", "--networks", *networks, "--out", str(file)]) == 0
-    assert "1.20 (1.20 to 1.20)" in capsys.readouterr().out
+        told.append(capsys.readouterr().out)
+    assert all("1.20 (1.20 to 1.20)" in text for text in told)
+    assert "--networks lenet densenet polynomial-gru ntm\n" in told[0]
+    assert "the claims about speed lack" not in told[1]
     assert len(results.load(tmp_path, "speed").where(network="polynomial-gru")) == 3 * 4
     judged = {claim.id: claim.verdict for claim in claims.judge(tmp_path)}
     assert judged["nc-overhead"] == judged["nc-overhead-light"] == verdict
@@ -152,7 +175,11 @@ def test_ratios_decide_claims(tmp_path, capsys, monkeypatch, ours, verdict):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--seeds", "0"], "seeds must be at least 1"), (["--out", "results"], "--out takes a JSON file")],
+    [
+        (["--seeds", "0"], "seeds must be at least 1"),
+        (["--networks"], "--networks names none"),
+        (["--out", "results"], "--out takes a JSON file"),
+    ],
 )
 def test_wrong_use_of_the_benchmark_is_told(capsys, words, said):
     assert main(["bench", "networks", *words]) == 1

@@ -39,8 +39,17 @@ def test_the_projection_is_the_same_in_every_run_and_with_one_step_the_controlle
 
 def test_one_hundredth_of_the_inputs_makes_a_pattern():
     attention_NRP = torch.eye(4)[torch.tensor([0] * 97 + [1] * 2 + [2])].unsqueeze(1).repeat(1, 3, 1)
-    assert attention.patterns(attention_NRP) == 3
-    assert attention.patterns(attention_NRP.repeat(2, 1, 1)[:-1]) == 2  # one of 199 is too few
+    seen = attention.patterns(attention_NRP)
+    assert (seen["patterns"], seen["pattern_coverage"], seen["patterns_distinct"]) == (3, pytest.approx(1), 3)
+    seen = attention.patterns(attention_NRP.repeat(2, 1, 1)[:-1])
+    assert (seen["patterns"], seen["pattern_coverage"], seen["patterns_distinct"]) == (2, pytest.approx(198 / 199), 3)
+
+
+def test_the_most_diverse_attention_has_no_common_pattern_but_that_is_told():
+    places_NR = torch.cartesian_prod(*[torch.arange(6)] * 3)
+    seen = attention.patterns(torch.nn.functional.one_hot(places_NR, 6).float())
+    assert (seen["patterns"], seen["pattern_coverage"], seen["patterns_distinct"]) == (0, 0, 216)
+    assert seen["patterns_effective"] == pytest.approx(216)
 
 
 def test_leaves_that_are_the_classes_tell_all_and_shuffled_ones_nothing():
@@ -94,7 +103,7 @@ def test_it_learns(tmp_path):
 
 def test_a_sweep_leaves_out_what_does_not_go_together():
     found = grid(EXPERIMENT, EXPERIMENT.axes | EXPERIMENT.main, 1)
-    assert len(found) == 1 + 10 + 10 + 1 + 1
+    assert len(found) == 1 + 10 + 3 + 1 + 1
     with pytest.raises(LabError, match="linear has 0 attention steps, got 3"):
         grid(EXPERIMENT, {"model": ("linear",), "attention_steps": (3,)}, 1)
 
@@ -103,6 +112,7 @@ def test_a_sweep_leaves_out_what_does_not_go_together():
     ("words", "said"),
     [
         (["--attention-steps", "11"], "neurocoder has 1 to 10 attention steps, got 11"),
+        (["--model", "neurocoder-reading", "--attention-steps", "3"], "neurocoder-reading has 1 or 5 or 10 attention"),
         (["--model", "single-30-slots", "--attention-steps", "2"], "single-30-slots has 1 attention steps, got 2"),
         (["--rate", "0"], "rate must be a positive number"),
         (["--epochs", "0"], "epochs must be at least 1"),

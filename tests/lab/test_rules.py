@@ -1,10 +1,11 @@
 """Rules name only what their experiments have, and judge their claim: every kind of test, on made-up runs."""
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 
 import pytest
 
-from neurocoder_lab import claims, experiments
+from neurocoder_lab import claims, experiments, results
 from neurocoder_lab.evidence import Bound, Compare, Falls, Group, unknown, welch
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
@@ -21,6 +22,7 @@ def test_every_rule_is_of_an_experiment_and_every_experiment_has_one():
 def test_what_a_rule_names_exists(name):
     rule = rules()[name]
     experiment = experiments.get(rule.experiment)
+    assert rule.largest in ("", *(field.name for field in fields(experiment.config)))
     assert [unknown(group, experiment) for group in (*rule.groups(), *rule.beside)] == [None] * len(
         [*rule.groups(), *rule.beside]
     )
@@ -93,6 +95,42 @@ def test_error_against_steps_is_a_rank_correlation():
     assert verdict("nc-mnist-steps", *by_steps(0.0)) == "inconclusive"
     one_seed = [run for run in by_steps(-0.1) if run["config"]["seed"] == 0]
     assert verdict("nc-mnist-steps", *one_seed) == "inconclusive"  # three runs at each place are wanted
+
+
+def test_patterns_are_compared_where_they_cover_half_of_the_images():
+    def attention(several_, single):
+        places = [{"model": model, "optimiser": "adam"} for model in ("multi-10-slots", "single-30-slots")]
+        return [
+            r
+            for place, (count, coverage) in zip(places, (several_, single), strict=True)
+            for r in several(place, patterns=count, pattern_coverage=coverage)
+        ]
+
+    assert verdict("nc-mnist-patterns", *attention((20, 0.8), (5, 0.9))) == "holds"
+    assert verdict("nc-mnist-patterns", *attention((5, 0.9), (20, 0.8))) == "contradicted"
+    assert verdict("nc-mnist-patterns", *attention((20, 0.8), (0, 0.0))) == "inconclusive"
+    assert verdict("nc-mnist-patterns", *attention((0, 0.0), (20, 0.8))) == "inconclusive"
+
+
+def test_a_rule_says_chosen_only_of_what_was(tmp_path):
+    def words(name):
+        with results.at(tmp_path):
+            return rules()[name].how()
+
+    def row(place, lower=True, **values):
+        tried = [{"values": values, "mean": 1.0, "n": 3}]
+        return {"experiment": "mnist-linear", "place": place, "lower": lower, "tried": tried}
+
+    assert "not yet chosen" in words("nc-mnist-error")
+    assert "not yet chosen" in words("nc-mnist-steps")
+    tuned = [row({"model": model}, optimiser="sgd") for model in ("linear", "neurocoder")]
+    tuned += [row({"model": "neurocoder", "optimiser": "sgd"}, attention_steps=10)]
+    place = {"model": "neurocoder", "optimiser": "adam"}
+    tuned += [row(place | {"attention_steps": steps}, rate=0.01) for steps in range(1, 11)]
+    (tmp_path / "tuned.json").write_text(json.dumps(tuned))
+    assert "J and optimiser as chosen" in words("nc-mnist-error")
+    assert "neurocoder sgd attention_steps 10" in words("nc-mnist-error")
+    assert "rate chosen on validation data" in words("nc-mnist-steps")
 
 
 def test_a_fifth_of_the_parameters():
@@ -183,12 +221,15 @@ def test_runs_that_are_too_short_decide_nothing():
     assert verdict("mn-ptb-baseline", *treebank(250.0)) == "holds"
     assert verdict("mn-ptb-baseline", *treebank(400.0)) == "budget-too-short"
     assert verdict("mn-ptb-baseline", *treebank(250.0, e_steps=1.0)) == "budget-too-short"
-    densenet = {"network": "densenet", "dataset": "cifar10"}
+    densenet, runs = {"network": "densenet", "dataset": "cifar10"}, []
     for budget, wanted in (("desk", "budget-too-short"), ("paper", "holds")):
-        runs = several({"model": "neurocoder"} | densenet, budget=budget, test=95.0)
-        for model in ("original", "moe", "nsm"):
-            runs += several({"model": model} | densenet, budget=budget, test=93.0)
+        for epochs in (1, 5):
+            for model in ("neurocoder", "original", "moe", "nsm"):
+                place = {"model": model, "epochs": epochs} | densenet
+                runs += several(place, budget=budget, test=95.0 if model == "neurocoder" else 93.0)
         assert verdict("nc-cifar10-densenet", *runs) == wanted
+        chosen = claims._chosen(rules()["nc-cifar10-densenet"], Runs(runs))
+        assert {(run["config"]["epochs"], run["config"]["budget"]) for run in chosen} == {(5, budget)}
 
 
 def test_agents_must_beat_chance_and_have_had_their_steps():
@@ -205,6 +246,39 @@ def test_agents_must_beat_chance_and_have_had_their_steps():
     assert verdict("nc-atari-frostbite", *game("frostbite", scores, 33e6)) == "budget-too-short"
     flat = dict.fromkeys(scores, 68.0)
     assert verdict("nc-atari-seaquest", *game("seaquest", flat, 33e6)) == "budget-too-short"
+
+
+def test_algorithms_are_judged_at_the_most_tasks_and_decided_at_eight():
+    settings = (
+        "bit_error",
+        *(f"bit_error_{setting}" for setting in ("longer", "more_repeats", "more_items", "more_tasks")),
+    )
+
+    def machines(tasks, ours=5.0, ntm=10.0, models=("ntm", "nsm", "film", "hypernet", "neurocoder")):
+        errors = dict.fromkeys(models, ntm) | {"neurocoder": ours}
+        place = {"setting": "chain", "tasks": tasks}
+        return [
+            r for model in models for r in several({"model": model} | place, **dict.fromkeys(settings, errors[model]))
+        ]
+
+    for claim in ("nc-algo-train", "nc-algo-test"):
+        assert verdict(claim, *machines(2)) == "budget-too-short"
+        assert verdict(claim, *machines(4)) == "budget-too-short"
+        assert verdict(claim, *machines(8)) == "holds"
+        assert verdict(claim, *machines(8, ours=15.0)) == "contradicted"
+        assert verdict(claim, *machines(8, ntm=30.0)) == "budget-too-short"
+        assert verdict(claim, *machines(2, ours=30.0), *machines(8)) == "holds"
+        assert verdict(claim, *machines(2), *machines(4, models=("ntm",))) == "budget-too-short"
+        assert verdict(claim, *machines(2, models=("ntm", "neurocoder"))) == "not-run"
+
+    def looked_at(*runs):
+        chosen = claims._chosen(rules()["nc-algo-train"], Runs(runs))
+        return {run["config"]["tasks"] for run in chosen}
+
+    assert looked_at(*machines(2), *machines(4)) == {4}
+    assert looked_at(*machines(2), *machines(4, models=("ntm", "nsm", "neurocoder"))) == {2}
+    alone = several({"model": "ntm", "setting": "copy", "tasks": 1}, bit_error=1.0)
+    assert looked_at(*alone, *machines(2)) == {2}
 
 
 def test_solving_and_generalising_are_two_measurements():

@@ -181,6 +181,9 @@ def test_a_command_says_what_is_not_so_by_default():
     plain = "neurocoder sweep toy --budget desk --seeds 2"
     assert command_of(experiment, {"model": ("b", "a"), "width": (2, 1)}, 2, "desk") == plain
     assert command_of(experiment, {"model": ("a",), "width": (3, 1)}, 2, "desk") == f"{plain} --model a --width 1 3"
+    unset = replace(experiment, main={"width": (None,)})
+    assert command_of(unset, {"model": ("a", "b"), "width": (None,)}, 2, "desk") == plain
+    assert command_of(unset, {"model": ("a", "b"), "width": (1,)}, 2, "desk") == f"{plain} --width 1"
 
 
 def test_the_report_has_the_commands_that_made_its_runs(tmp_path):

@@ -33,7 +33,7 @@ def bench(
         repeats: rounds; the figure is the median.
         widths: layers: of the square program-memory layers.
         compiled: layers: also torch.compile (takes minutes).
-        networks: networks: which of them; densenet, of 100 layers, takes half an hour, penn-treebank five minutes.
+        networks: networks: which of them; densenet, of 100 layers, takes over an hour, penn-treebank five minutes.
         seeds: networks: how often to measure anew.
         slots: slots: how many there are.
         out: also write the ratios to this JSON file; of networks, results/speed.json decides claims.

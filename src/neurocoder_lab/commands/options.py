@@ -33,7 +33,10 @@ def flat(name: str, settings: Any) -> tuple[str, Any, Any]:
 
 def axes(values: dict[str, tuple[Any, ...]], defaults: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, Any]]:
     """An option for each axis: which of its values."""
-    return [
-        option(name, tuple[Literal[some], ...], defaults.get(name, some), "Which of them.")
-        for name, some in values.items()
-    ]
+    options = []
+    for name, some in values.items():
+        default, told = defaults.get(name, some), "Which of them."
+        if None in default:
+            some, told = (*some, None), "Which of them; None: as budget and other settings have it."
+        options.append(option(name, tuple[Literal[some], ...], default, told))
+    return options

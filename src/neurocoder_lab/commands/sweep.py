@@ -30,7 +30,8 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
     command = command_of(experiment, chosen, args.seeds, args.budget)
     make_folder(args.results)
     with results.at(args.results):
-        configs = [experiment.resolve(config) for config in grid(experiment, chosen, args.seeds, budget=args.budget)]
+        asked = grid(experiment, chosen, args.seeds, budget=args.budget)
+        configs = [*dict.fromkeys(map(experiment.resolve, asked))]
     todo = _missing(experiment, configs, args.results, args.dirty)
     try:
         outcomes = go(

@@ -30,6 +30,7 @@ class Rule:
         given: what the claim supposes; where it is not so, nothing is decided.
         enough: when its runs are long enough to decide it; runs of budget smoke never are.
         beside: groups that are reported and decide nothing.
+        largest: a setting; runs with the largest of its values that every group has are looked at, and no others.
         table: claims of one table are corrected together; by default all of the experiment.
         fewest: runs that every group must have.
         note: what the words of tests and conditions leave unsaid.
@@ -41,6 +42,7 @@ class Rule:
     given: tuple[Condition, ...] = ()
     enough: tuple[Condition, ...] = ()
     beside: tuple[Group, ...] = ()
+    largest: str = ""
     table: str = ""
     fewest: int = FEWEST
     note: str = ""
@@ -57,6 +59,7 @@ class Rule:
         """The rule in words."""
         parts = [test.words() for test in self.tests] + [condition.words for condition in self.conditions]
         text = "; ".join(parts) + f"; n >= {self.fewest}"
+        text += f", at the largest number of {self.largest} that all have" if self.largest else ""
         if self.tests:
             text += f"; one-sided tests, 5%, Holm between the claims of table {self.table or self.experiment}"
         given = " and ".join(condition.words for condition in self.given)
