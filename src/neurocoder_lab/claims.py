@@ -108,8 +108,6 @@ def _verdict(rule: Rule, runs: Runs, p: float | None, p_opposite: float | None) 
     if undecided is not None:
         return undecided
     failed = [condition for condition in rule.conditions if not condition.holds(runs)]
-    if any(condition.basis for condition in failed):
-        return "inconclusive"
     if (p_opposite is not None and p_opposite < LEVEL) or any(condition.sure for condition in failed):
         return "contradicted"
     return "inconclusive" if failed or (p is not None and p >= LEVEL) else "holds"

@@ -206,7 +206,6 @@ class Condition:
         check: from the values of each group to whether it is so.
         told: from these to what is printed of it.
         sure: chance plays no part in it: where it is not so, the claim is contradicted.
-        basis: where it is not so, the tests tell nothing in either direction.
     """
 
     words: str
@@ -214,7 +213,6 @@ class Condition:
     check: Callable[[list[list[float]]], bool]
     told: Callable[[list[list[float]]], str] | None = None
     sure: bool = False
-    basis: bool = False
 
     def holds(self, runs: Runs) -> bool:
         return self.check([group.values(runs) for group in self.needs])

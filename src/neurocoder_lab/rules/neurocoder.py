@@ -129,7 +129,6 @@ def _digits() -> dict[str, Rule]:
         "common patterns cover half of the images, of either model",
         [Group(model, "pattern_coverage") for model in (several, single)],
         lambda values: min(map(mean, values)) >= 0.5,
-        basis=True,
     )
     return {
         "nc-mnist-error": Rule(
@@ -148,7 +147,7 @@ def _digits() -> dict[str, Rule]:
         "nc-mnist-patterns": Rule(
             "mnist-linear",
             every([Group(several, "patterns")], [Group(single, "patterns")]),
-            (covered,),
+            given=(covered,),
             beside=tuple(
                 Group(model, metric)
                 for metric in ("pattern_coverage", "patterns_distinct", "patterns_effective")
