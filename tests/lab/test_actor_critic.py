@@ -9,7 +9,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import active_children
+from multiprocessing import active_children, forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,6 +211,22 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_do_not_wait():
         assert len(mine.running) == 2
         assert updates >= 8 * (index + 1)
         assert all(part.isfinite() for part in parts.values())
+    assert not active_children()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_workers_whose_forkserver_is_killed_are_replaced():
+    """They live on, and hold what the learner listens to."""
+    with closing(crew()) as mine:
+        mine.advance(0)
+        before = {process.pid for process, _, _ in mine.running.values()}
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while any(map(running, before)) and time.monotonic() < deadline:
+            mine.advance(int(mine.shared.board[:, UPDATES].sum()) // 8)
+        assert not any(map(running, before))
+        assert len(mine.running) == 2
+        mine.advance(int(mine.shared.board[:, UPDATES].sum()) // 8 + 1)
     assert not active_children()
 
 
