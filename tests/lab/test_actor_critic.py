@@ -141,7 +141,7 @@ def test_a_player_goes_on_from_rollout_to_rollout():
 
 def test_episodes_are_fixed_by_their_seed():
     model = agent().float()
-    first, again, other = (play(model, make(20), seed) for seed in (1, 1, 2))
+    first, again, other = (play(model, Player(make(20), seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert {*first} == {0.0, 5.0}
     assert len({seed_of(*numbers) for numbers in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))}) == 4
