@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
         if old:
             words = f"neurocoder retract {name} --superseded --results {folder}"
             raise LabError(f"{len(old)} runs in {folder / name}.json were run again with other settings: {words}")
-    chosen = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
+    found = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
+    known = {name: rule for name, (rule, _) in found.items()}
+    chosen = {name: runs for name, (_, runs) in found.items()}
     corrected = _corrected(known, chosen)
     judged = []
     for claim in published():
@@ -73,15 +76,17 @@ def unclean(folder: Path) -> int:
     return sum(dirty(run["environment"]) for run in every)
 
 
-def _chosen(rule: Rule, runs: Runs) -> Runs:
-    """Runs of the longest budget at which every group has enough of them; else at which every group has some."""
+def _chosen(rule: Rule, runs: Runs) -> tuple[Rule, Runs]:
+    """Runs of the longest budget at which every group has enough of them, else at which every group has some; and the
+    rule or what stands instead of it, whichever they are there for."""
     *longer, smoke = BUDGETS
-    for fewest, budgets in ((rule.fewest, longer), (1, longer), (1, [smoke])):
-        for budget in budgets:
-            chosen = runs.where(budget=budget)
-            if chosen and all(len(group.runs(chosen)) >= fewest for group in rule.groups()):
-                return chosen
-    return Runs()
+    either = [rule] if rule.instead is None else [rule, rule.instead]
+    for enough, budgets in ((True, longer), (False, longer), (False, [smoke])):
+        for budget, one in product(budgets, either):
+            chosen, fewest = runs.where(budget=budget), one.fewest if enough else 1
+            if chosen and all(len(group.runs(chosen)) >= fewest for group in one.groups()):
+                return one, chosen
+    return either[-1], Runs()
 
 
 def _decidable(rule: Rule, runs: Runs) -> Verdict | None:

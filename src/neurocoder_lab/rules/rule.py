@@ -32,6 +32,7 @@ class Rule:
         table: claims of one table are corrected together; by default all of the experiment.
         fewest: runs that every group must have.
         note: what the words of tests and conditions leave unsaid.
+        instead: what judges it where the runs that this rule asks for are not there.
     """
 
     experiment: str
@@ -42,6 +43,7 @@ class Rule:
     table: str = ""
     fewest: int = FEWEST
     note: str = ""
+    instead: Rule | None = None
 
     def groups(self) -> list[Group]:
         """Those that decide it, each once."""
