@@ -1,6 +1,8 @@
 """The experiment atari: what an agent sees of a real game, runs of every kind, figures, a film, and what is missing."""
 
 import builtins
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +16,7 @@ from PIL import Image
 pytest.importorskip("ale_py", reason="needs the extra atari")
 
 import neurocoder as nc
-from neurocoder_lab import film, throughput
+from neurocoder_lab import film, run, throughput
 from neurocoder_lab.actor_critic import games
 from neurocoder_lab.actor_critic.agent import MEASURED
 from neurocoder_lab.actor_critic.games import ABOUT, GAMES
@@ -246,12 +248,36 @@ def test_speed_is_told_by_agent():
         (["--sticky", "1"], "sticky must be a probability below 1, got 1.0"),
         (["--model", "random", "--trainer", "a3c"], "a random agent learns nothing"),
         (["--frames", "0"], "frames must be at least 1"),
+        (["--workers", "3"], "sync has no workers"),
         (["--rate", "-1"], "rate must be a positive number"),
     ],
 )
 def test_wrong_use_is_told(tmp_path, capsys, words, said):
     assert main(["run", "atari", *words, "--runs", str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_precision_that_is_refused_is_not_that_of_the_folder(tmp_path):
+    """In a process of its own: accelerate has one precision in each."""
+    words = ["run", "atari", "--trainer", "a3c", "--budget", "smoke", "--precision", "bf16", "--runs", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "neurocoder_lab", *words], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "workers of a3c know no bf16" in done.stderr
+    assert not [*tmp_path.rglob("config.json")]
+
+
+@pytest.mark.parametrize(("trainer", "cpu"), [("a3c", True), ("sync", False)])
+def test_a3c_leaves_an_accelerator_alone(tmp_path, monkeypatch, trainer, cpu):
+    class Asked(Exception):
+        pass
+
+    def ask(**settings):
+        raise Asked(settings["cpu"])
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(run, "Accelerator", ask)
+    with pytest.raises(Asked, match=str(cpu)):
+        execute(EXPERIMENT, Atari(trainer=trainer, **TINY), tmp_path)
 
 
 def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):

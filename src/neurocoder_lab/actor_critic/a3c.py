@@ -52,8 +52,10 @@ class Asynchronous(Agent):
     crew: Crew | None = None
 
     def attach(self, accelerator: Accelerator) -> None:
-        if accelerator.num_processes > 1 or accelerator.device.type != "cpu":
-            raise LabError("a3c runs on the CPU of one machine: use --trainer sync on several, or on a GPU")
+        if accelerator.num_processes > 1:
+            raise LabError("a3c starts its workers itself, on one machine: use --trainer sync on several")
+        if accelerator.mixed_precision != "no":
+            raise LabError(f"workers of a3c know no {accelerator.mixed_precision}: leave --precision out, or use sync")
         super().attach(accelerator)
 
     def step(self, index: int) -> dict[str, Tensor]:

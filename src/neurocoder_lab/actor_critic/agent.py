@@ -10,6 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from neurocoder_lab.actor_critic.games import SKIP
@@ -71,12 +72,13 @@ class Agent(Task):
         return self.model
 
     def recent(self) -> list[float]:
-        """True scores of the last episodes in training."""
+        """True scores of the last episodes in training, of this process."""
         return []
 
     def evaluate(self) -> dict[str, float]:
         """Score: the mean of some episodes, the games always the same; in training: of the last, 0 before one ends."""
-        scores, recent = self.scores(TESTED, self.work.episodes[0]), self.recent() or self.earlier_scores
+        scores, recent = self.scores(TESTED, self.work.episodes[0]), gather_object(self.recent())
+        recent = recent or self.earlier_scores
         counts = {"environment_steps": self.played, "frames": SKIP * self.played}
         return {"score": mean(scores), "train_score": mean(recent) if recent else 0.0} | counts
 
