@@ -52,7 +52,9 @@ def judge(folder: Path, dirty_too: bool = False) -> list[Judged]:
         if old:
             words = f"neurocoder retract {name} --superseded --results {folder}"
             raise LabError(f"{len(old)} runs in {folder / name}.json were run again with other settings: {words}")
-    chosen = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
+    found = {name: _chosen(rule, every.get(rule.experiment, Runs())) for name, rule in known.items()}
+    known = {name: rule for name, (rule, _) in found.items()}
+    chosen = {name: runs for name, (_, runs) in found.items()}
     corrected = _corrected(known, chosen)
     judged = []
     for claim in published():
@@ -74,22 +76,28 @@ def unclean(folder: Path) -> int:
     return sum(dirty(run["environment"]) for run in every)
 
 
-def _chosen(rule: Rule, runs: Runs) -> Runs:
-    """Runs of the longest budget at which every group has enough of them; else at which every group has some.
+def _chosen(rule: Rule, runs: Runs) -> tuple[Rule, Runs]:
+    """Runs of the longest budget at which every group has enough of them, else at which every group has some; and the
+    rule or what stands instead of it, whichever they are there for.
 
     Where the rule names a setting, they share its value: the largest at which there are such runs.
     """
     *longer, smoke = BUDGETS
-    places = [runs]
-    if rule.largest:
-        values = sorted({run["config"][rule.largest] for run in runs}, reverse=True)
-        places = [runs.where(**{rule.largest: value}) for value in values]
-    for fewest, budgets in ((rule.fewest, longer), (1, longer), (1, [smoke])):
-        for place, budget in product(places, budgets):
-            chosen = place.where(budget=budget)
-            if chosen and all(len(group.runs(chosen)) >= fewest for group in rule.groups()):
-                return chosen
-    return Runs()
+    either = [rule] if rule.instead is None else [rule, rule.instead]
+    for enough, budgets in ((True, longer), (False, longer), (False, [smoke])):
+        for budget, one in product(budgets, either):
+            for chosen in _places(one, runs.where(budget=budget)):
+                if chosen and all(len(group.runs(chosen)) >= (one.fewest if enough else 1) for group in one.groups()):
+                    return one, chosen
+    return either[-1], Runs()
+
+
+def _places(rule: Rule, runs: Runs) -> list[Runs]:
+    """What the rule may look at, first what it had rather: runs that it may compare."""
+    if not rule.largest:
+        return [runs]
+    values = sorted({run["config"][rule.largest] for run in runs}, reverse=True)
+    return [runs.where(**{rule.largest: value}) for value in values]
 
 
 def _decidable(rule: Rule, runs: Runs) -> Verdict | None:

@@ -2,7 +2,7 @@
 
     python -m neurocoder_lab.film runs/atari/seaquest.neurocoder.sync.desk/seed-0 seaquest.gif
 
-The episode is one of those that the run was measured by.
+The episode is the first of those that the run was measured by.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neurocoder_lab.actor_critic.agent import MEASURED
 from neurocoder_lab.actor_critic.games import ABOUT, SKIP
 from neurocoder_lab.actor_critic.inside import LAYERS, Moment, composed, watch
 from neurocoder_lab.errors import LabError, guarded
-from neurocoder_lab.experiments.atari import NAMES, Atari, build
+from neurocoder_lab.experiments.atari import NAMES, TESTED, Atari, start
 from neurocoder_lab.store import make_folder, read_json, replacing
 
 LENGTH, EVERY, SPAN = 400, 2, 100  # steps of the episode, one picture for so many, steps in view
@@ -34,15 +34,18 @@ def film(run: Path, out: Path, length: int = LENGTH) -> Path:
         raise LabError(f"a film is a GIF, such as game.gif; got {out}")
     if not (run / "result.json").is_file() or read_json(run / "config.json")["experiment"] != "atari":
         raise LabError(f"{run} is no folder of a finished run of atari, such as runs/atari/<name>/seed-0")
+    if not (run / "model.safetensors").is_file():
+        raise LabError(f"{run} has no model.safetensors, which a cluster's node keeps: run it here, or bring the file")
     config = Atari(**read_json(run / "config.json")["config"])
-    model = build("a3c" if config.model != "random" else "random", config.game, config.torso or "small")
-    nc.load(model, run / "model.safetensors")
-    if not composed(model):
+    agent = start(config)
+    if not composed(agent.model):
         raise LabError(f"{NAMES[config.model]} has no programs to show: film a run of --model neurocoder")
-    eyes, screen = (games.make(config.game, config.sticky, 1, colour=colour) for colour in (False, True))
+    model = nc.load(agent.model, run / "model.safetensors").eval()
+    longest = TESTED[config.budget]
+    eyes, screen = (games.make(config.game, config.sticky, 1, longest=longest, colour=c) for c in (False, True))
     picture, _ = screen.reset(seed=MEASURED)
     pictures, moments, camera = [], [], _Camera(ABOUT[config.game].title)
-    for step, moment in zip(range(length), watch(model, eyes, MEASURED), strict=False):
+    for step, moment in zip(range(length), watch(model, agent.measured(eyes)), strict=False):
         moments.append(moment)
         if step % EVERY == 0:
             pictures.append(camera.shoot(picture[0, 0], moments[-SPAN:], step))

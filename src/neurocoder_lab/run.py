@@ -86,7 +86,8 @@ def execute(
     torch.set_num_threads(threads)
     config = experiment.resolve(config)
     folder = folder_of(experiment, config, runs)
-    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
+    on_cpu = config.on_cpu or not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu)
     first = accelerator.is_main_process
     if first:
         make_folder(folder)
@@ -100,11 +101,11 @@ def execute(
             _check_config(config, folder, engine)
         set_seed(config.seed)
         with closing(experiment.start(config)) as task:
+            task.attach(accelerator)  # what cannot be run so is refused before the folder is that of such a run
             if first and not (folder / "config.json").is_file():
                 content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
                 write_json(folder / "config.json", content | {"engine": engine})
             accelerator.wait_for_everyone()
-            task.attach(accelerator)
             run = _Run(task, folder, first, checkpoint_seconds, say=_say if first and not quiet else lambda text: None)
             run.resume()
             if first:

@@ -33,6 +33,11 @@ class Config:
         if self.seed < 0:
             raise LabError(f"seed must not be negative, got {self.seed}")
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the CPU even where there is an accelerator."""
+        return False
+
     def check_counts(self, *names: str) -> None:
         """Raise unless each of these settings, where it is given, is at least 1."""
         for name in names:

@@ -1,7 +1,12 @@
 """The experiment atari: what an agent sees of a real game, runs of every kind, figures, a film, and what is missing."""
 
 import builtins
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -11,13 +16,15 @@ from PIL import Image
 pytest.importorskip("ale_py", reason="needs the extra atari")
 
 import neurocoder as nc
-from neurocoder_lab import film, throughput
+from neurocoder_lab import film, run, throughput
 from neurocoder_lab.actor_critic import games
+from neurocoder_lab.actor_critic.agent import MEASURED
 from neurocoder_lab.actor_critic.games import ABOUT, GAMES
+from neurocoder_lab.actor_critic.inside import watch
 from neurocoder_lab.actor_critic.playing import Player, play
 from neurocoder_lab.cli import main
 from neurocoder_lab.experiments import atari
-from neurocoder_lab.experiments.atari import EXPERIMENT, Atari, build, start
+from neurocoder_lab.experiments.atari import EXPERIMENT, TESTED, Atari, build, start
 from neurocoder_lab.results import Runs
 from neurocoder_lab.run import execute, folder_of
 from neurocoder_lab.sweep import _distilled, grid
@@ -151,8 +158,35 @@ def test_a_run_ends_with_what_it_measures(smoke):
 
 
 def test_a_random_agent_scores_as_published():
-    scores = play(build("random", "mspacman"), games.make("mspacman", 0.0, 6), seed=0)
+    scores = play(build("random", "mspacman"), Player(games.make("mspacman", 0.0, 6), seed=0))
     assert 100 < np.mean(scores) < 400  # Wang et al. 2016: 307; others measured 210 to 300
+
+
+def test_random_agents_of_other_seeds_act_otherwise_in_the_same_games():
+    config = EXPERIMENT.resolve(Atari(model="random", game="mspacman"))
+    agents = [start(replace(config, seed=seed)) for seed in (0, 0, 1)]
+    for agent in agents:
+        agent.work = replace(agent.work, test=partial(games.make, "mspacman", 0.0, longest=1200))
+    first, again, other = (agent.scores(MEASURED, 4) for agent in agents)
+    assert first == again != other
+    assert torch.equal(*(agent.measured(agent.work.test(1)).seen_N for agent in agents[1:]))
+
+
+def test_what_is_watched_is_the_first_measured_episode(smoke):
+    runs, folder = smoke
+    config = EXPERIMENT.resolve(Atari(model="neurocoder", **TINY))
+    agent = start(config)
+    nc.load(agent.model, folder_of(EXPERIMENT, config, folder) / "model.safetensors")
+    player = agent.measured(agent.work.test(1))
+    moments = [*watch(agent.model, player)]
+    assert len(moments) == TESTED["smoke"] // games.SKIP
+    assert [*player.scores] == runs[0]["final"]["scores"][:1]
+    both, actions = agent.measured(agent.work.test(2)), []
+    with torch.no_grad():
+        for _ in moments:
+            actions.append(both.act(agent.model))
+            both.step(actions[-1])
+    assert [action[0] for action in actions] == [moment.action[0] for moment in moments]
 
 
 def test_tables_and_figures(smoke):
@@ -174,9 +208,11 @@ def test_a_film_shows_the_programs(smoke, tmp_path):
     out = film.film(run, tmp_path / "game.gif", length=6)
     with Image.open(out) as image:
         assert image.n_frames == 3
+    swept = copytree(run, tmp_path / "swept", ignore=lambda *_: ["model.safetensors", "checkpoints"])  # on a cluster
     for words, said in (
         ((folder_of(EXPERIMENT, Atari(model="a3c", **TINY), folder), tmp_path / "a.gif"), "no programs to show"),
         ((run, tmp_path / "game.mp4"), "a film is a GIF"),
+        ((swept, tmp_path / "a.gif"), "has no model.safetensors"),
         ((tmp_path, tmp_path / "a.gif"), "no folder of a finished run"),
     ):
         with pytest.raises(film.LabError, match=said):
@@ -212,12 +248,36 @@ def test_speed_is_told_by_agent():
         (["--sticky", "1"], "sticky must be a probability below 1, got 1.0"),
         (["--model", "random", "--trainer", "a3c"], "a random agent learns nothing"),
         (["--frames", "0"], "frames must be at least 1"),
+        (["--workers", "3"], "sync has no workers"),
         (["--rate", "-1"], "rate must be a positive number"),
     ],
 )
 def test_wrong_use_is_told(tmp_path, capsys, words, said):
     assert main(["run", "atari", *words, "--runs", str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_precision_that_is_refused_is_not_that_of_the_folder(tmp_path):
+    """In a process of its own: accelerate has one precision in each."""
+    words = ["run", "atari", "--trainer", "a3c", "--budget", "smoke", "--precision", "bf16", "--runs", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "neurocoder_lab", *words], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "workers of a3c know no bf16" in done.stderr
+    assert not [*tmp_path.rglob("config.json")]
+
+
+@pytest.mark.parametrize(("trainer", "cpu"), [("a3c", True), ("sync", False)])
+def test_a3c_leaves_an_accelerator_alone(tmp_path, monkeypatch, trainer, cpu):
+    class Asked(Exception):
+        pass
+
+    def ask(**settings):
+        raise Asked(settings["cpu"])
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(run, "Accelerator", ask)
+    with pytest.raises(Asked, match=str(cpu)):
+        execute(EXPERIMENT, Atari(trainer=trainer, **TINY), tmp_path)
 
 
 def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):

@@ -2,15 +2,17 @@
 
 Nothing that a worker could hold while it dies is waited for: it writes to the shared weights, and to a row of a board
 that is its own; the learner reads. A worker that was killed is started again, one that failed ends the run. All of them
-end with the learner, however that dies.
+end with the learner, however that dies; those whose forkserver dies are killed, since no one would tell of their end.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,6 +32,8 @@ PARTS = ("loss", "policy_loss", "value_loss", "entropy")
 UPDATES, EPISODES, SCORE = range(len(PARTS), len(PARTS) + 3)  # columns of the board behind the sums of PARTS
 ATTEMPTS = 3  # deaths of a worker in a row, without an update between them
 PAUSE = 0.002  # seconds between looks at the board
+PATIENCE = 10.0  # seconds until a forkserver that was killed is gone
+UNTOLD = 255  # multiprocessing's exit code of a process, alive or not, whose forkserver died
 
 
 class Shared(NamedTuple):
@@ -48,8 +52,10 @@ class Asynchronous(Agent):
     crew: Crew | None = None
 
     def attach(self, accelerator: Accelerator) -> None:
-        if accelerator.num_processes > 1 or accelerator.device.type != "cpu":
-            raise LabError("a3c runs on the CPU of one machine: use --trainer sync on several, or on a GPU")
+        if accelerator.num_processes > 1:
+            raise LabError("a3c starts its workers itself, on one machine: use --trainer sync on several")
+        if accelerator.mixed_precision != "no":
+            raise LabError(f"workers of a3c know no {accelerator.mixed_precision}: leave --precision out, or use sync")
         super().attach(accelerator)
 
     def step(self, index: int) -> dict[str, Tensor]:
@@ -84,8 +90,6 @@ class Crew:
         self.shared = Shared(model, squares, board, allowed, index * work.environments)
         self.context: Any = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([__name__, "torch._dynamo"])
-        with handling(signal.SIG_IGN, signal.SIGINT):  # a terminal's ctrl-C reaches all: the learner ends the others
-            forkserver.ensure_running()
         self.alive, self._held = self.context.Pipe(duplex=False)  # the other end is closed when this process ends
         self.deaths, self.made_at_death = [0] * work.workers, [0.0] * work.workers
         self.running: dict[int, tuple[BaseProcess, Connection, int]] = {}
@@ -99,7 +103,7 @@ class Crew:
         process = self.context.Process(
             target=_worker, args=(number, seed, self.shared, self.work, sender, self.alive), daemon=True
         )
-        process.start()
+        _launch(process)
         sender.close()
         self.running[process.sentinel] = (process, receiver, number)
 
@@ -118,9 +122,12 @@ class Crew:
     def _mourn(self, process: BaseProcess, receiver: Connection, number: int) -> None:
         """Start a killed worker again; raise for one that failed, or that never comes to an update."""
         process.join()
+        _kill(process)
         try:
-            failure = receiver.recv_bytes().decode()
-        except EOFError:
+            failure = receiver.recv_bytes().decode() if receiver.poll() else None
+        except (EOFError, OSError):  # nothing was said, or it was cut short
+            failure = None
+        if failure is None:
             made = self.shared.board[number, UPDATES].item()
             self.deaths[number] = 1 if made > self.made_at_death[number] else self.deaths[number] + 1
             self.made_at_death[number] = made
@@ -135,9 +142,30 @@ class Crew:
 
     def close(self) -> None:
         for process, _, _ in self.running.values():
-            process.kill()  # it holds nothing
+            _kill(process)
         for process, _, _ in self.running.values():
             process.join()
+
+
+def _launch(process: BaseProcess) -> None:
+    """Fork it, if need be from a new forkserver, once an old one that was killed is gone."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with handling(signal.SIG_IGN, signal.SIGINT):  # a terminal's ctrl-C reaches all: the learner ends the others
+            forkserver.ensure_running()
+        try:
+            return process.start()
+        except (ConnectionError, EOFError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(PAUSE)
+
+
+def _kill(process: BaseProcess) -> None:
+    """Unless it is known to have ended; it holds nothing."""
+    if process.pid is not None and process.exitcode in (None, UNTOLD):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _worker(number: int, seed: int, shared: Shared, work: Work, answer: Connection, alive: Connection) -> None:

@@ -10,19 +10,20 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from neurocoder_lab.actor_critic.games import SKIP
 from neurocoder_lab.actor_critic.inside import composed, programs
 from neurocoder_lab.actor_critic.learning import RMSProp, Settings
-from neurocoder_lab.actor_critic.playing import play
+from neurocoder_lab.actor_critic.playing import Player, play, seed_of
 from neurocoder_lab.results import deviation
 from neurocoder_lab.task import Task
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
 
-TESTED, MEASURED = 1_000_003, 2_000_003  # seeds of the episodes now and then, and at the end: the same for every agent
+TESTED, MEASURED = 1_000_003, 2_000_003  # seeds of the games now and then, and at the end: the same for every run
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ class Agent(Task):
         return self.model
 
     def recent(self) -> list[float]:
-        """True scores of the last episodes in training."""
+        """True scores of the last episodes in training, of this process."""
         return []
 
     def evaluate(self) -> dict[str, float]:
-        """Score: the mean of some whole episodes, always the same; in training: of the last ones, 0 before one ends."""
-        scores, recent = self.scores(TESTED, self.work.episodes[0]), self.recent() or self.earlier_scores
+        """Score: the mean of some episodes, the games always the same; in training: of the last, 0 before one ends."""
+        scores, recent = self.scores(TESTED, self.work.episodes[0]), gather_object(self.recent())
+        recent = recent or self.earlier_scores
         counts = {"environment_steps": self.played, "frames": SKIP * self.played}
         return {"score": mean(scores), "train_score": mean(recent) if recent else 0.0} | counts
 
@@ -85,12 +87,20 @@ class Agent(Task):
         ending = {"score": mean(scores), "score_error": deviation(scores) / sqrt(len(scores)), "scores": scores}
         if composed(self.model):
             with closing(self.work.test(1)) as environment:
-                ending |= programs(self.now(), environment, MEASURED)
+                ending |= programs(self.now(), self.measured(environment))
         return ending
 
     def scores(self, seed: int, episodes: int) -> list[float]:
         with closing(self.work.test(episodes)) as environments:
-            return play(self.now(), environments, seed)
+            return play(self.now(), Player(environments, seed, chance=self.chance(seed)))
+
+    def measured(self, environment: VectorEnv) -> Player:
+        """At the beginning of the first of the episodes that the run is measured by at its end."""
+        return Player(environment, MEASURED, total=self.work.episodes[1], chance=self.chance(MEASURED))
+
+    def chance(self, seed: int) -> int:
+        """Seed of the actions in games of this seed: the run's own, or all random agents were the same."""
+        return seed_of(seed, self.work.seed)
 
     def state(self) -> dict[str, Tensor]:
         recent = torch.tensor(self.recent() or self.earlier_scores, dtype=torch.float64)

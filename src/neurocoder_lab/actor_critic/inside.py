@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 import neurocoder as nc
 from neurocoder_lab.actor_critic.playing import Player
 from neurocoder_lab.attention import rounded
-
-if TYPE_CHECKING:
-    from gymnasium.vector import VectorEnv
 
 LAYERS = ("policy", "value")
 SHOWN, EVERY = 400, 4  # steps of an episode to keep, one of so many
@@ -34,9 +31,9 @@ def composed(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def watch(model: nn.Module, environment: VectorEnv, seed: int) -> Iterator[Moment]:
-    """An episode in the one environment, step by step; each is told before it is taken."""
-    player, over = Player(environment, seed), False
+def watch(model: nn.Module, player: Player) -> Iterator[Moment]:
+    """An episode in the player's one environment, step by step; each is told before it is taken."""
+    over = False
     while not over:
         with nc.trace(model) as seen:
             action = player.act(model)
@@ -46,8 +43,8 @@ def watch(model: nn.Module, environment: VectorEnv, seed: int) -> Iterator[Momen
         over = bool(player.step(action)[1])
 
 
-def programs(model: nn.Module, environment: VectorEnv, seed: int) -> dict[str, Any]:
+def programs(model: nn.Module, player: Player) -> dict[str, Any]:
     """For a figure: what the policy uses in the beginning of an episode, and the lives it has."""
-    moments = [moment for _, moment in zip(range(SHOWN), watch(model, environment, seed), strict=False)][::EVERY]
+    moments = [moment for _, moment in zip(range(SHOWN), watch(model, player), strict=False)][::EVERY]
     use_TP = torch.stack([moment.use["policy"] for moment in moments]).cpu()
     return {"programs": [{"use": rounded(use_TP), "phases": [moment.lives for moment in moments]}]}

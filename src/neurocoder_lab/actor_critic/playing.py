@@ -32,13 +32,22 @@ class Player:
 
     Args:
         environments: that begin anew in the step in which they end.
-        seed: of the environments, counting on, and of the actions.
+        seed: of the environments, counting on.
         first, total: of how many environments these are, beginning with which: however many players share them, each
             environment has the same chances.
+        chance: seed of the actions, if not the same.
     """
 
-    def __init__(self, environments: VectorEnv, seed: int, first: int = 0, total: int | None = None):
-        self.environments, self.generator = environments, torch.Generator().manual_seed(seed)
+    def __init__(
+        self,
+        environments: VectorEnv,
+        seed: int,
+        first: int = 0,
+        total: int | None = None,
+        chance: int | None = None,
+    ):
+        self.environments = environments
+        self.generator = torch.Generator().manual_seed(seed if chance is None else chance)
         self.ours, self.total = slice(first, first + environments.num_envs), total or environments.num_envs
         seen, about = environments.reset(seed=seed + first)
         self.seen_N, self.lives_N = torch.from_numpy(seen), about.get("lives")
@@ -82,9 +91,8 @@ class Player:
 
 
 @torch.no_grad()
-def play(model: nn.Module, environments: VectorEnv, seed: int) -> list[float]:
-    """The true scores of an episode in each environment; the seed fixes them."""
-    player = Player(environments, seed)
+def play(model: nn.Module, player: Player) -> list[float]:
+    """The true scores of the first episode in each environment; the player's seeds fix them."""
     score_N, going_N = np.zeros(len(player.seen_N)), np.ones(len(player.seen_N), dtype=bool)
     with nc.cached(model):
         while going_N.any():

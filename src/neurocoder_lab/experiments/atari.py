@@ -31,7 +31,7 @@ from neurocoder_lab.actor_critic.sync import Synchronous
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import ActorCritic, State, small_torso, wide_torso
 from neurocoder_lab.results import Runs, deviation, spread
-from neurocoder_lab.task import Config, Experiment, Picture, Table
+from neurocoder_lab.task import Budget, Config, Experiment, Picture, Table
 
 Model = Literal["a3c", "hypernet", "neurocoder", "random"]
 Trainer = Literal["sync", "a3c"]
@@ -62,7 +62,7 @@ class Atari(Config):
     model: Model = "neurocoder"
     """What the agent's policy and value are; random: an agent that never learns."""
     trainer: Trainer = "sync"
-    """sync: all environments at once, one learner; a3c: workers that share weights, as in the paper."""
+    """sync: all environments at once, one learner; a3c: workers that share weights, as in the paper, on the CPU."""
     frames: int | None = None
     """Frames of the emulator to learn from; a step of the agent is four."""
     environments: int = 16
@@ -84,13 +84,23 @@ class Atari(Config):
             raise LabError(f"sticky must be a probability below 1, got {self.sticky}")
         if self.model == "random" and self.trainer != "sync":
             raise LabError("a random agent learns nothing: there is no trainer to choose, leave --trainer out")
+        if self.trainer == "sync" and self.workers not in (None, _workers(self.budget)):
+            raise LabError("sync has no workers, but --environments: leave --workers out, or use --trainer a3c")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.trainer == "a3c"
+
+
+def _workers(budget: Budget) -> int:
+    return 16 if budget == "paper" else 2
 
 
 def fill(config: Atari) -> dict[str, Any]:
     published = SKIP * (32_000_000 if config.game in LEARNED else 300_000_000)
     return {
         "frames": FRAMES.get(config.budget, published),
-        "workers": 16 if config.budget == "paper" else 2,
+        "workers": _workers(config.budget),
         "torso": "wide" if config.budget == "paper" else "small",
     }
 

@@ -34,6 +34,7 @@ class Rule:
         table: claims of one table are corrected together; by default all of the experiment.
         fewest: runs that every group must have.
         note: what the words of tests and conditions leave unsaid.
+        instead: what judges it where the runs that this rule asks for are not there.
     """
 
     experiment: str
@@ -46,6 +47,7 @@ class Rule:
     table: str = ""
     fewest: int = FEWEST
     note: str = ""
+    instead: Rule | None = None
 
     def groups(self) -> list[Group]:
         """Those that decide it, each once."""
