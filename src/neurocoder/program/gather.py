@@ -22,7 +22,7 @@ from neurocoder.program.kept import plainly
 _BLOCK = 2**17  # numbers gathered at a time: what the cache of a CPU holds
 
 
-class Reading(NamedTuple):
+class Setting(NamedTuple):
     """What is no tensor."""
 
     order: str  # of the singular values
@@ -68,7 +68,7 @@ def compose_rows(
     banks: tuple[Tensor, Tensor, Tensor],
     gain: Tensor,
     slots: list[Slots],
-    setting: Reading,
+    setting: Setting,
 ) -> tuple[Tensor, Tensor]:
     """What a program of its own makes of each row, (N, O), and its singular values (R, N).
 
@@ -90,7 +90,7 @@ def plain(
     banks: tuple[Tensor, Tensor, Tensor],
     gain: Tensor,
     slots: list[Slots],
-    setting: Reading,
+    setting: Setting,
 ) -> tuple[Tensor, Tensor]:
     """The equations: sparse gradients only where nobody compiles or maps."""
     dtype, sparse = weight_MkRN.dtype, setting.sparse and not plainly()
@@ -132,13 +132,15 @@ class _Compose(torch.autograd.Function):
     def backward(ctx, *d_outputs):
         d_y_NO, d_sigma_RN = d_outputs
         saved, slots, setting, needed = ctx.saved_tensors, ctx.slots, ctx.setting, ctx.needs_input_grad
-        x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain = saved[:6]
+        x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain = inputs = saved[:6]
+        held_kRN, attended_RN, sigma_RN, read_kRN, inner_RN, part_NS = saved[6:]
         if d_y_NO is None:
             d_y_NO = x_NI.new_zeros(len(x_NI), right_PO.shape[1])
         if torch.is_grad_enabled():  # somebody wants derivatives of it
-            d_outputs = d_y_NO, saved[8].new_zeros(saved[8].shape) if d_sigma_RN is None else d_sigma_RN
-            return _again(saved[:6], slots, setting._replace(sparse=False), d_outputs)
-        held_kRN, attended_RN, sigma_RN, read_kRN, inner_RN, part_NS = saved[6:]
+            dense = setting._replace(sparse=False)
+            outputs = plain(x_NI, weight_MkRN, (left_PI, right_PO, column_P1), gain, slots, dense)
+            d_sigma_RN = torch.zeros_like(sigma_RN) if d_sigma_RN is None else d_sigma_RN
+            return *differentiable(outputs, inputs, (d_y_NO, d_sigma_RN)), None, None
         (left, right, value), (w, v, s) = _each(slots), _each([*weight_MkRN])
 
         d_part_kRN = _products(d_y_NO, right_PO, right.slot_NS).t().reshape(v.shape).mul_(gain)
@@ -160,13 +162,13 @@ class _Compose(torch.autograd.Function):
         return d_x, d_weight, d_left, d_right, d_column, None, None, None
 
 
-def _again(inputs: tuple[Tensor, ...], slots: list[Slots], setting: Reading, d_outputs: tuple) -> tuple:
-    """Gradients that can be differentiated in turn: those of the plain function."""
-    x_NI, weight_MkRN, left, right, column, gain = inputs
-    outputs = plain(x_NI, weight_MkRN, (left, right, column), gain, slots, setting)
+def differentiable(
+    outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], d_outputs: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """Gradients of the inputs that can be differentiated in turn."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, d_outputs, create_graph=True, allow_unused=True))
-    return *(next(found) if tensor.requires_grad else None for tensor in inputs), None, None
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
 def _ladder(terms_RN: Tensor, order: str) -> Tensor:

@@ -18,7 +18,7 @@ from math import log, sqrt
 import torch
 from torch import Tensor, nn
 
-from neurocoder.functional import BANKS, similarity, squared_norms
+from neurocoder.functional import BANKS, similarity
 from neurocoder.program.composer import Composer
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController, LstmController
@@ -246,13 +246,7 @@ def _spread(shape: tuple[int, ...] | torch.Size, device) -> Tensor:
 
 def _calibrate(layer: Composer, composition: Composition) -> None:
     """Set `gain`, and the scale of a residual program, to give standard normal input the variance of nn.Linear, 1/3."""
-    memory = layer.memory
-    if composition.slots_MkRN is None:
-        core_NPP = composition.core()
-        squared_N = squared_norms(core_NPP, *(bank.to(core_NPP.dtype) for bank in (memory.left, memory.right)))
-        least_N = core_NPP.square().sum((1, 2))
-    else:
-        squared_N, least_N = _component_norms(composition, memory)
+    squared_N, least_N = _component_norms(composition, layer.memory)
     # Where slots outnumber columns, vectors may cancel by chance: that is no reason for a huge gain.
     squared_N = squared_N.clamp_min(0.01 * least_N)
     wanted = layer.memory.out_features / 3

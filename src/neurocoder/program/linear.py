@@ -95,7 +95,7 @@ class Linear(ProgramLayer):
         few = not every and self.slots >= _GATHERED * some * self.heads * self.steps
         self._gathers = ungated and (few or self.addressing.sparse)
         self._weighing = Weighing(self.sharpness, self.addressing, self.slots)
-        self._reading = gather.Reading(self.rules.order, self.addressing.sparse)
+        self._reading = gather.Setting(self.rules.order, self.addressing.sparse)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if (

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from neurocoder.functional import EPSILON, sharpen
 from neurocoder.program.addressing import Addressing
-from neurocoder.program.gather import Slots
+from neurocoder.program.gather import Slots, differentiable
 from neurocoder.program.kept import plainly
 from neurocoder.program.kernel.equations import unit_queries, unit_queries_backward
 from neurocoder.program.search import Chosen
@@ -83,11 +83,8 @@ class _Weigh(torch.autograd.Function):
         query_MKRN, sharp, slot_MkRN, weight_MkRN, *keys = ctx.saved_tensors
         slots, setting, needed = ctx.slots, ctx.setting, ctx.needs_input_grad
         if torch.is_grad_enabled():  # somebody wants derivatives of it
-            inputs = query_MKRN, *keys
-            output = plain(query_MKRN, keys, slot_MkRN, setting, False)
-            wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            found = iter(torch.autograd.grad(output, wanted, d_outputs, create_graph=True, allow_unused=True))
-            d_query, *d_keys = [next(found) if tensor.requires_grad else None for tensor in inputs]
+            output = plain(query_MKRN, keys, slot_MkRN, setting, sparse=False)
+            d_query, *d_keys = differentiable((output,), (query_MKRN, *keys), d_outputs)
             return d_query, None, None, None, None, *d_keys
         d_score = d_outputs[0] * weight_MkRN
         d_score.addcmul_(weight_MkRN, d_score.sum(1, keepdim=True), value=-1)
@@ -114,8 +111,8 @@ def _of_rows(key_PK: Tensor, unit_KRN: Tensor, d_score_kRN: Tensor, slots: Slots
     """The gradient of keys, of those that were read."""
     rows, bounds, readers, order = slots.readers
     unit_NRK, weights = unit_KRN.permute(2, 1, 0), d_score_kRN.permute(2, 0, 1).flatten()[order]
-    which, heads = readers * unit_NRK.shape[1] + order % unit_NRK.shape[1], unit_NRK.reshape(-1, key_PK.shape[1])
-    d_sharp = F.embedding_bag(which, heads, bounds, per_sample_weights=weights, mode="sum", include_last_offset=True)
+    which, units = readers * unit_NRK.shape[1] + order % unit_NRK.shape[1], unit_NRK.reshape(-1, key_PK.shape[1])
+    d_sharp = F.embedding_bag(which, units, bounds, per_sample_weights=weights, mode="sum", include_last_offset=True)
     return slots.gradient(_unsharpen(d_sharp, key_PK[rows], setting), key_PK)
 
 
