@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("digits")
 
 
 def test_with_everything_put_back_a_task_is_as_it_was_when_learned(tmp_path):
-    config = Forgetting(budget="smoke", epochs=10)
+    config = Forgetting(scenario="domain", budget="smoke", epochs=10, seed=1)
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
     matrix = torch.tensor(final["matrix"])
     learned, last = matrix.diagonal(-1)[:-1].mean().item(), matrix[-1, :-1].mean().item()
