@@ -22,7 +22,7 @@ from neurocoder.program.kept import plainly
 _BLOCK = 2**17  # numbers gathered at a time: what the cache of a CPU holds
 
 
-class Setting(NamedTuple):
+class Gathering(NamedTuple):
     """What is no tensor."""
 
     order: str  # of the singular values
@@ -68,7 +68,7 @@ def compose_rows(
     banks: tuple[Tensor, Tensor, Tensor],
     gain: Tensor,
     slots: list[Slots],
-    setting: Setting,
+    setting: Gathering,
 ) -> tuple[Tensor, Tensor]:
     """What a program of its own makes of each row, (N, O), and its singular values (R, N).
 
@@ -90,7 +90,7 @@ def plain(
     banks: tuple[Tensor, Tensor, Tensor],
     gain: Tensor,
     slots: list[Slots],
-    setting: Setting,
+    setting: Gathering,
 ) -> tuple[Tensor, Tensor]:
     """The equations: sparse gradients only where nobody compiles or maps."""
     dtype, sparse = weight_MkRN.dtype, setting.sparse and not plainly()

@@ -95,7 +95,7 @@ class Linear(ProgramLayer):
         few = not every and self.slots >= _GATHERED * some * self.heads * self.steps
         self._gathers = ungated and (few or self.addressing.sparse)
         self._weighing = Weighing(self.sharpness, self.addressing, self.slots)
-        self._reading = gather.Setting(self.rules.order, self.addressing.sparse)
+        self._gathering = gather.Gathering(self.rules.order, self.addressing.sparse)
 
     def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         if (
@@ -194,7 +194,7 @@ class Linear(ProgramLayer):
                 slots = [gather.Slots(own) for own in chosen.slot_MkRN.repeat_interleave(share, 3)]
                 opening_N = None if opening_N is None else self.spread(opening_N, x)
             banks = memory.left, memory.right, memory.column
-            y, sigma_RN = gather.compose_rows(x, weight_MkRN, banks, self.gain, slots, self._reading)
+            y, sigma_RN = gather.compose_rows(x, weight_MkRN, banks, self.gain, slots, self._gathering)
             residual_N = residual_scale(opening_N, sigma_RN, self.rules.order)
             y = y if self.bias is None else y + self.bias
         y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
