@@ -11,7 +11,7 @@ from torch import nn
 
 import neurocoder as nc
 from neurocoder.functional import best, best_products, half_scores, product_score
-from neurocoder.program import gather
+from neurocoder.program import gather, search
 from neurocoder.program.search import choose, largest
 from tests import reference
 from tests.strategies import options, shake
@@ -243,6 +243,21 @@ def test_diagnose_says_which_slots_were_read():
     assert read == sorted({*seen[""].chosen.flatten().tolist()})
     assert len(read) < 20
     assert set(told.dead["left"]) == set(range(60)) - set(read)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"one_choice": True}, {"slots": 400, "product_keys": True}, {"controller_sees": "read"}],
+)
+def test_reads_are_those_of_a_trace(options, monkeypatch):
+    layer, x = nc.Linear(6, 3, **{"slots": 40, "heads": 2, "key_dim": 4, "top_k": 2} | options), torch.randn(5, 7, 6)
+    with nc.trace(layer) as seen:
+        layer(x)
+    monkeypatch.setattr(search, "_HELD", 100)  # so that products are searched in several blocks
+    assert torch.equal(layer.reads(x), seen[""].chosen)
+    assert layer.reads(x[:0]).shape == (0, 7, 3, 2, 2)
+    with pytest.raises(ValueError, match="every slot is read"):
+        nc.Linear(6, 3, slots=4).reads(x)
 
 
 def test_orthogonal_loss_leaves_sparse_memories_alone():

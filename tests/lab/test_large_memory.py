@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import neurocoder as nc
 from neurocoder_lab import slots
 from neurocoder_lab.cli import main
 from neurocoder_lab.errors import LabError
@@ -18,21 +17,24 @@ from neurocoder_lab.run import execute, folder_of
 pytestmark = pytest.mark.usefixtures("digits")
 
 
-def test_networks_have_as_many_parameters_as_the_sparse_one():
+@pytest.mark.parametrize("scenario", ["domain", "class"])
+def test_networks_have_as_many_parameters_as_the_sparse_one(scenario):
     with torch.device("meta"):
-        sizes = {v: sum(p.numel() for p in large_memory.build(v, "domain", 1024).parameters()) for v in VARIANTS}
-    alike = ("sparse", "top-2", "top-4", "ordinary", "heads-16", "heads-32", "heads-64", "mlp")
+        sizes = {v: sum(p.numel() for p in large_memory.build(v, scenario, 1024).parameters()) for v in VARIANTS}
+    alike = ("sparse", "top-2", "top-4", "ordinary", "heads-64", "heads-1024", "key-8", "mlp")
     assert all(abs(sizes[variant] / sizes["sparse"] - 1) < 0.02 for variant in alike)
     assert all(abs(sizes[v] / sizes["sparse"] - 1) < 0.1 for v in ("moe", "peer"))  # a whole number, a square
-    assert sizes["slots-256"] < sizes["sparse"] < sizes["slots-4096"]
+    assert sizes["slots-256"] < sizes["slots-4096"] < sizes["sparse"]
 
 
-@pytest.mark.parametrize("variant", ["sparse", "learned", "ordinary", "residual", "moe", "peer"])
+@pytest.mark.parametrize(
+    "variant", ["sparse", "learned", "ordinary", "residual", "two-hidden", "linear", "moe", "peer"]
+)
 def test_a_run_ends_with_what_it_measures(variant, tmp_path):
     config = LargeMemory(variant=variant, budget="smoke", epochs=1)
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert {*EXPERIMENT.metrics} <= final.keys()
-    if variant in ("moe", "peer"):
+    if variant in ("linear", "moe", "peer"):
         assert "shared_reads" not in final
         return
     shared = torch.tensor(final["shared_reads"])
@@ -43,7 +45,7 @@ def test_a_run_ends_with_what_it_measures(variant, tmp_path):
 
 
 def test_a_run_that_was_stopped_ends_as_it_would_have(tmp_path):
-    config = LargeMemory(method="oewc", budget="smoke", epochs=2, penalty=10.0)
+    config = LargeMemory(variant="slots-256", method="oewc", budget="smoke", epochs=2, penalty=10.0)
     whole = execute(EXPERIMENT, config, tmp_path / "whole", quiet=True)["final"]
 
     class Stop(Exception):
@@ -63,6 +65,19 @@ def test_a_run_that_was_stopped_ends_as_it_would_have(tmp_path):
     parts = execute(EXPERIMENT, config, tmp_path / "parts", quiet=True)["final"]
     assert parts == whole
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("variant", ["sparse", "shared-first", "two-hidden", "mlp"])
+def test_each_task_has_outputs_of_its_own(variant):
+    network = large_memory.build(variant, "task", 1024)
+    assert network(torch.randn(3, 1024), 4).shape == (3, 2)
+
+
+def test_programs_begin_at_zero_unless_said():
+    x = torch.randn(3, 1024)
+    for variant, changes in (("sparse", False), ("random-start", True)):
+        network = large_memory.build(variant, "domain", 1024)
+        assert (network(x).std(0) > 0).all() == changes
 
 
 def test_all_classes_at_once_are_one_task(tmp_path):
@@ -98,14 +113,13 @@ def test_bench_slots_prints_ratios(capsys, monkeypatch):
     assert main(["bench", "slots", "--slots", "2"]) == 1
 
 
-def test_rows_that_no_task_reads_stay_where_they_were(tmp_path):
+def test_rows_that_no_task_reads_stay_where_they_were():
     task: Any = EXPERIMENT.start(EXPERIMENT.resolve(LargeMemory(budget="smoke")))
-    before = task.model[0].memory.left.detach().clone()
-    assert isinstance(task.model[0], nc.Linear)
-    optimiser, (x, y) = task.optimiser, task.stream.train[0]
-    with nc.trace(task.model) as seen:
-        torch.nn.functional.cross_entropy(task.model(x), y).backward()
-    optimiser.step()
-    read = torch.zeros(1024, dtype=torch.bool)
-    read[seen["0"].chosen.flatten()] = True
-    assert torch.equal((task.model[0].memory.left != before).any(1), read)
+    (rows,) = task.model
+    before = rows.layer.memory.right.detach().clone()
+    x, y = task.stream.train[0]
+    torch.nn.functional.cross_entropy(task.model(x), y).backward()
+    task.optimiser.step()
+    read = torch.zeros(rows.layer.slots, dtype=torch.bool)
+    read[rows.layer.reads(torch.ones(len(x), 1), x).flatten()] = True
+    assert torch.equal((rows.layer.memory.right != before).any(1), read)

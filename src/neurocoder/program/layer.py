@@ -64,8 +64,11 @@ class ProgramLayer(Composer):
         left, right, values = (a.permute(2, 1, 0).reshape(*lead, *a.shape[1::-1]) for a in attention)
         sigma = sigma_RN.t().reshape(*lead, len(sigma_RN))
         residual = None if residual_N is None else residual_N.reshape(lead)
-        chosen = None
-        if slots_MkRN is not None:
-            chosen_NMRk = slots_MkRN.expand(3, -1, -1, -1).permute(3, 0, 2, 1)
-            chosen = chosen_NMRk.reshape(*lead, *chosen_NMRk.shape[1:])
+        chosen = None if slots_MkRN is None else by_input(slots_MkRN, lead)
         self.record(Attention(left, right, values, sigma, residual, chosen))
+
+
+def by_input(slots_MkRN: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """Slots that are read, one place an input: (*lead, 3, R, k)."""
+    slots_NMRk = slots_MkRN.expand(3, -1, -1, -1).permute(3, 0, 2, 1)
+    return slots_NMRk.reshape(*lead, *slots_NMRk.shape[1:])

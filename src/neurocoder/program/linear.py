@@ -21,7 +21,7 @@ from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d
 from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
-from neurocoder.program.layer import ProgramLayer
+from neurocoder.program.layer import ProgramLayer, by_input
 from neurocoder.program.options import Options, spelled_out
 from neurocoder.program.search import choose
 from neurocoder.program.weigh import Weighing, weigh
@@ -175,8 +175,7 @@ class Linear(ProgramLayer):
     def _by_slot(self, x_YI: Tensor, control_NC: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """The rows of the memory that are read, and no others: the output (Y, O), and the residual's scale."""
         memory, how = self.memory, self.addressing
-        if control_NC is None:
-            control_NC = F.linear(x_YI, memory.left) if self.controller_sees == "read" else x_YI
+        control_NC = self._looked_at(x_YI, control_NC)
         if self.watched:
             self._note(self.compose(control_NC), lead)
         query_MKRN, _, opening_N = self._signals(control_NC.t())
@@ -203,9 +202,26 @@ class Linear(ProgramLayer):
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
         _, x_YI, control_NC = self._arrange(x, control)
-        if control_NC is None:
-            control_NC = F.linear(x_YI, self.memory.left) if self.controller_sees == "read" else x_YI
-        return self.compose(control_NC)
+        return self.compose(self._looked_at(x_YI, control_NC))
+
+    @torch.no_grad()
+    def reads(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+        """With `top_k`, the slots that each component reads of each bank, (..., 3, components, top_k).
+
+        As `nc.trace` tells, but without the attention to every slot, for which a large memory leaves no room.
+        """
+        if self.addressing.top_k is None:
+            raise ValueError("without top_k every slot is read: nc.trace tells how much")
+        lead, x_YI, control_NC = self._arrange(x, control)
+        query_MKRN = self._signals(self._looked_at(x_YI, control_NC).t()).query_MKRN
+        with full_precision(x_YI):
+            return by_input(choose(query_MKRN, self._sharp_keys(query_MKRN.dtype), self.addressing).slot_MkRN, lead)
+
+    def _looked_at(self, x_YI: Tensor, control_NC: Tensor | None) -> Tensor:
+        """What the controller sees."""
+        if control_NC is not None:
+            return control_NC
+        return F.linear(x_YI, self.memory.left) if self.controller_sees == "read" else x_YI
 
     def program(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """The dense working program of each input, (..., in_features, out_features): y = x @ program + bias.

@@ -22,6 +22,7 @@ _FEW = 48  # numbers that are not worth a search in blocks
 _ONE_BY_ONE = 4  # places that are found one after the other
 _EMPTY = 29  # bits of a number of double precision that one of single precision leaves empty
 _SCANNED = 1024  # slots that it scores at a time
+_HELD = 2**20  # scores of halves of keys that are held at once
 
 
 class Chosen(NamedTuple):
@@ -34,9 +35,13 @@ class Chosen(NamedTuple):
 @torch.no_grad()
 def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Chosen:
     """The slots of the largest scores."""
+    if how.product_keys and plainly():
+        return Chosen(*best_products(half_scores(query_MKRN, sharp), how.top_k))
     if how.product_keys:
-        half = half_scores(query_MKRN, sharp)
-        return Chosen(*best_products(half, how.top_k, torch.topk if plainly() else largest))
+        scores = sharp[..., 0].numel() * query_MKRN.shape[2]  # of an input
+        blocks = query_MKRN.split(max(1, _HELD // max(1, scores)), 3)
+        found = [best_products(half_scores(block, sharp), how.top_k, largest) for block in blocks]
+        return Chosen(*(torch.cat(part, 3) for part in zip(*found, strict=True)))
     if plainly():
         return Chosen(*best(score(query_MKRN, sharp), how.top_k))
     if sharp.shape[1] <= max(_SCANNED, _SIDE * (how.top_k or 0)):

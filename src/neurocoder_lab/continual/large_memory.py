@@ -1,0 +1,170 @@
+"""Networks for streams of tasks whose heads read a few slots of a large memory; and what they are compared with.
+
+`sparse` composes nothing but the outputs: each head adds the row that it reads, and which row that is depends on the
+input by addresses that are fixed at random. Every other variant changes one thing. Plain layers, experts and PEER get
+as many parameters.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import neurocoder as nc
+from neurocoder_lab.continual.stream import MultiHead, Scenario
+from neurocoder_lab.networks import Peer, mlp
+
+Variant = Literal[
+    "sparse",
+    "slots-256",
+    "slots-1024",
+    "slots-4096",
+    "slots-16384",
+    "top-2",
+    "top-4",
+    "learned",
+    "ordinary",
+    "heads-64",
+    "heads-1024",
+    "key-8",
+    "random-start",
+    "soft-reads",
+    "residual",
+    "shared-first",
+    "whole-input",
+    "two-hidden",
+    "linear",
+    "mlp",
+    "moe",
+    "peer",
+]
+VARIANTS: tuple[Variant, ...] = Variant.__args__
+CENTRE: dict[str, Any] = {
+    "slots": 65_536, "heads": 256, "key_dim": 32, "top_k": 1, "one_choice": True, "addresses": "fixed",
+    "product_keys": True, "sparse": True,
+}  # fmt: skip
+CHANGES: dict[Variant, dict[str, Any]] = {
+    "sparse": {},
+    "slots-256": {"slots": 256},
+    "slots-1024": {"slots": 1024},
+    "slots-4096": {"slots": 4096},
+    "slots-16384": {"slots": 16_384},
+    "top-2": {"top_k": 2},
+    "top-4": {"top_k": 4},
+    "learned": {"addresses": "learned"},
+    "ordinary": {"sparse": False},
+    "heads-64": {"heads": 64},
+    "heads-1024": {"heads": 1024},
+    "key-8": {"key_dim": 8},
+    "random-start": {},
+    "soft-reads": {"top_k": 8, "sharpness": 1.0},
+    "residual": {},
+    "shared-first": {},
+    "whole-input": {"slots": 1024, "heads": 32, "product_keys": False},
+    "two-hidden": {"slots": 1024, "heads": 8, "key_dim": 5, "product_keys": False},
+}
+NAMES: dict[Variant, str] = {
+    "sparse": "65,536 slots, 256 heads, the best slot each, addresses fixed, only rows that were read move",
+    "slots-256": "256 slots",
+    "slots-1024": "1,024 slots",
+    "slots-4096": "4,096 slots",
+    "slots-16384": "16,384 slots",
+    "top-2": "the best 2 slots a head",
+    "top-4": "the best 4 slots a head",
+    "learned": "addresses learned",
+    "ordinary": "ordinary Adam: rows that were not read move, too",
+    "heads-64": "64 heads",
+    "heads-1024": "1,024 heads",
+    "key-8": "keys of 8, not 32",
+    "random-start": "rows begin at random, not at zero",
+    "soft-reads": "the best 8 slots a head, sharpness 1",
+    "residual": "beside a plain linear layer",
+    "shared-first": "behind a plain hidden layer of 256",
+    "whole-input": "programs from the input to the outputs: 1,024 slots, 32 heads",
+    "two-hidden": "two hidden layers of 256: 1,024 slots, 8 heads, keys of 5; plain output layer",
+    "linear": "plain linear layer",
+    "mlp": "plain MLP of as many parameters",
+    "moe": "mixture of 8 experts, 1 a row, of as many parameters",
+    "peer": "PEER: rank-one experts, 8 heads, the best each, of as many parameters; plain output layer",
+}
+HIDDEN = 256
+CLASSES = 10
+SCALE = 30.0  # of the outputs, beside what suits rows that begin at random: a step of Adam moves them as much further
+EXPERTS = 8
+PEER = {"heads": 8, "reads": 1, "key_dim": 5}
+
+
+def build(variant: Variant, scenario: Scenario | Literal["joint"], width: int) -> nn.Module:
+    """The network on inputs of this width."""
+    outputs = 2 if scenario == "domain" else CLASSES
+    body, wide = _body(variant, width, CENTRE["slots"] * (outputs + 2))
+    if variant in CHANGES and variant != "two-hidden":
+        last = _output(variant, wide, outputs)
+        network = nn.Sequential(*body, last)
+        return MultiHead(network, [Columns(task) for task in range(5)]) if scenario == "task" else network
+    if scenario == "task":
+        return MultiHead(nn.Sequential(*body), [nn.Linear(wide, 2) for _ in range(5)])
+    return nn.Sequential(*body, nn.Linear(wide, outputs))
+
+
+class Columns(nn.Module):
+    """The two outputs of a task among those of all."""
+
+    def __init__(self, task: int):
+        super().__init__()
+        self.task = task
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y[:, 2 * self.task : 2 * self.task + 2]
+
+
+class Rows(nn.Module):
+    """A sum of rows of a memory, that of each head; beside a plain linear layer, if asked."""
+
+    def __init__(self, inputs: int, outputs: int, residual: bool = False, random: bool = False, **settings: Any):
+        super().__init__()
+        self.layer = nc.Linear(1, outputs, control_features=inputs, **settings)
+        self.residual = nn.Linear(inputs, outputs, bias=False) if residual else None
+        with torch.no_grad():
+            self.layer.memory.left.fill_(1)
+            if not random:
+                self.layer.memory.right.zero_()
+                self.layer.gain.mul_(SCALE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.new_ones(*x.shape[:-1], 1), x)
+        return y if self.residual is None else y + self.residual(x)
+
+
+def _output(variant: Variant, inputs: int, outputs: int) -> nn.Module:
+    settings = CENTRE | CHANGES[variant]
+    if variant != "whole-input":
+        return Rows(inputs, outputs, variant == "residual", variant == "random-start", **settings)
+    layer = nc.Linear(inputs, outputs, **settings)
+    with torch.no_grad():
+        layer.memory.right.zero_()
+    return layer
+
+
+def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int]:
+    """What comes before the output layer, and how wide it is; `size` are the parameters of the memory of `sparse`."""
+    if variant == "peer":
+        queries = 2 * PEER["heads"] * PEER["key_dim"] * width
+        return [Peer(width, isqrt((size - queries) // (2 * width)) ** 2, **PEER)], width
+    if variant == "shared-first":
+        return [nn.Linear(width, HIDDEN), nn.ReLU()], HIDDEN
+    if variant == "two-hidden":
+        settings = CENTRE | CHANGES[variant]
+        layers = [nc.Linear(*pair, **settings) for pair in ((width, HIDDEN), (HIDDEN, HIDDEN))]
+        return [module for layer in layers for module in (layer, nn.ReLU())], HIDDEN
+    if variant not in ("mlp", "moe"):
+        return [], width
+    each = size if variant == "mlp" else size / EXPERTS
+    wide = round(((width**2 + 4 * each) ** 0.5 - width) / 2)
+    body = nn.Sequential(*mlp(width, wide, wide, bias=False), nn.ReLU())
+    if variant == "moe":
+        nc.recode(body, ["0", "2"], nc.peers.MixtureOfExperts, experts=EXPERTS, top_k=1)
+    return [*body], wide
