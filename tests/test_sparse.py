@@ -42,7 +42,7 @@ def test_gathered_masked_and_slow_are_equal(options, seed):
     ungated = layer.memory.gate_weight is None
     results = []
     for gathers in (False, True) if ungated else (False,):
-        layer._gathers = gathers
+        layer.gathers = gathers
         y = layer(x)
         results.append([y, *gradients(layer, y, x, weights)])
     slow = reference.linear(layer, x)
@@ -309,7 +309,7 @@ def test_convolutions_read_by_mask():
 def test_second_derivatives_and_functional_transforms():
     torch.manual_seed(0)
     layer = nc.Linear(4, 3, slots=40, heads=2, top_k=2, dtype=torch.float64)
-    assert layer._gathers
+    assert layer.gathers
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(layer, (x,))
     parameters = dict(layer.named_parameters())

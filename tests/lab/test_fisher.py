@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder_lab.continual import MultiHead, fisher
+from neurocoder_lab.continual.large_memory import Rows
 
 
 def plain() -> nn.Sequential:
@@ -123,6 +124,12 @@ def controlled(**options) -> nn.Module:
     return Own(forward, inside=recoded(control_features=2, **options))
 
 
+def rows():
+    """Heads that read the same row, and what they look at beside what they map."""
+    chosen: dict = {"slots": 9, "heads": 5, "key_dim": 4, "top_k": 1, "one_choice": True, "addresses": "fixed"}
+    return nn.Sequential(Rows(6, 3, random=True, product_keys=True, sparse=True, **chosen))
+
+
 MODELS = {
     "first layer frozen": frozen_first,
     "weight norm": weight_norm,
@@ -144,6 +151,8 @@ MODELS = {
     "program, sparse, fixed": lambda: recoded(
         slots=30, heads=2, top_k=1, one_choice=True, addresses="fixed", sparse=True
     ),
+    "program, fixed, of two": lambda: recoded(slots=30, heads=2, top_k=2, addresses="fixed"),
+    "rows": rows,
     "program, product keys": lambda: recoded(slots=9, heads=2, key_dim=4, top_k=2, product_keys=True, sparse=True),
     "stored programs": lambda: recoded(layer=nc.peers.StoredProgramMemory, programs=3, key_dim=4),
     "stored programs, controlled": lambda: controlled(layer=nc.peers.StoredProgramMemory, programs=3),
@@ -305,7 +314,10 @@ def test_a_blank_first_sample_hides_no_weight(norm):
     close(fisher(model, x), slow_fisher(model, x))
 
 
-CLOSED = ["plain", "program", "program, reading", "program, authors", "program, free keys", "stored programs"]
+CLOSED = [
+    "plain", "program", "program, reading", "program, authors", "program, free keys", "program, sparse, fixed",
+    "program, fixed, of two", "rows", "stored programs",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CLOSED)

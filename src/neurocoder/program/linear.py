@@ -93,7 +93,7 @@ class Linear(ProgramLayer):
         self._lean = plain and linear  # whether `lean` knows how to do it
         self._masks = not every  # whether all slots are scored, and some left out
         few = not every and self.slots >= _GATHERED * some * self.heads * self.steps
-        self._gathers = ungated and (few or self.addressing.sparse)
+        self.gathers = ungated and (few or self.addressing.sparse)
         self._weighing = Weighing(self.sharpness, self.addressing, self.slots)
         self._gathering = gather.Gathering(self.rules.order, self.addressing.sparse)
 
@@ -107,7 +107,7 @@ class Linear(ProgramLayer):
             y = lean.run(x, self._once("all", self._fixed))
             return y if self.base is None else y + self.base(x)
         lead, x_YI, control_NC = self._arrange(x, control)
-        if self._gathers:
+        if self.gathers:
             y, residual_Y = self._by_slot(x_YI, control_NC, lead)
         else:
             if lead == x.shape[:-1] and self._calls is None:
@@ -174,23 +174,18 @@ class Linear(ProgramLayer):
 
     def _by_slot(self, x_YI: Tensor, control_NC: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """The rows of the memory that are read, and no others: the output (Y, O), and the residual's scale."""
-        memory, how = self.memory, self.addressing
-        control_NC = self._looked_at(x_YI, control_NC)
+        memory = self.memory
+        control_NC = self.looked_at(x_YI, control_NC)
         if self.watched:
             self._note(self.compose(control_NC), lead)
-        query_MKRN, _, opening_N = self._signals(control_NC.t())
+        weight_MkRN, slots, opening_N = self.weigh(control_NC)
         with full_precision(x_YI):
-            with torch.no_grad():  # keys of slots that are not read need no gradient
-                sharp = self._sharp_keys(query_MKRN.dtype)
-            chosen, x = choose(query_MKRN, sharp, how), x_YI.to(query_MKRN.dtype)
-            slots = [gather.Slots(own) for own in chosen.slot_MkRN]
-            keys = [memory.bank_keys(bank) for bank in how.banks]
-            weight_MkRN = weigh(query_MKRN, keys, sharp, chosen, slots, self._weighing)
+            x = x_YI.to(weight_MkRN.dtype)
             rows, programs = x.shape[0], control_NC.shape[0]  # len() would fix the size of an exported batch
             if rows != programs:
                 share = rows // max(1, programs)
                 weight_MkRN = weight_MkRN.repeat_interleave(share, 3)
-                slots = [gather.Slots(own) for own in chosen.slot_MkRN.repeat_interleave(share, 3)]
+                slots = [gather.Slots(own.slot_kRN.repeat_interleave(share, 2)) for own in slots]
                 opening_N = None if opening_N is None else self.spread(opening_N, x)
             banks = memory.left, memory.right, memory.column
             y, sigma_RN = gather.compose_rows(x, weight_MkRN, banks, self.gain, slots, self._gathering)
@@ -199,10 +194,21 @@ class Linear(ProgramLayer):
         y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
         return y, residual_N
 
+    def weigh(self, control_NC: Tensor) -> tuple[Tensor, list[gather.Slots], Tensor | None]:
+        """With `top_k`, the weights of the slots that are read (M, k, R, N), these, and what opens the residual."""
+        query_MKRN, _, opening_N = self._signals(control_NC.t())
+        with full_precision(control_NC):
+            with torch.no_grad():  # keys of slots that are not read need no gradient
+                sharp = self._sharp_keys(query_MKRN.dtype)
+            chosen = choose(query_MKRN, sharp, self.addressing)
+            slots = [gather.Slots(own) for own in chosen.slot_MkRN]
+            keys = [self.memory.bank_keys(bank) for bank in self.addressing.banks]
+            return weigh(query_MKRN, keys, sharp, chosen, slots, self._weighing), slots, opening_N
+
     def composition(self, x: Tensor, control: Tensor | None = None) -> Composition:
         """The programs of the inputs in factored form."""
         _, x_YI, control_NC = self._arrange(x, control)
-        return self.compose(self._looked_at(x_YI, control_NC))
+        return self.compose(self.looked_at(x_YI, control_NC))
 
     @torch.no_grad()
     def reads(self, x: Tensor, control: Tensor | None = None) -> Tensor:
@@ -213,11 +219,11 @@ class Linear(ProgramLayer):
         if self.addressing.top_k is None:
             raise ValueError("without top_k every slot is read: nc.trace tells how much")
         lead, x_YI, control_NC = self._arrange(x, control)
-        query_MKRN = self._signals(self._looked_at(x_YI, control_NC).t()).query_MKRN
+        query_MKRN = self._signals(self.looked_at(x_YI, control_NC).t()).query_MKRN
         with full_precision(x_YI):
             return by_input(choose(query_MKRN, self._sharp_keys(query_MKRN.dtype), self.addressing).slot_MkRN, lead)
 
-    def _looked_at(self, x_YI: Tensor, control_NC: Tensor | None) -> Tensor:
+    def looked_at(self, x_YI: Tensor, control_NC: Tensor | None) -> Tensor:
         """What the controller sees."""
         if control_NC is not None:
             return control_NC

@@ -10,7 +10,6 @@ Shapes: N samples, I in, O out, P slots or programs, K key, X queries, M the thr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +18,31 @@ from torch.nn import functional as F
 
 import neurocoder as nc
 from neurocoder import functional
+from neurocoder.program import gather
 from neurocoder.program.controller import LinearController
 
 Sums = dict[Tensor, Tensor]  # by parameter
-Rule = Callable[[Any, Tensor, Tensor], Sums]
+Rule = Callable[..., Sums]
 
 
 def rule_of(layer: nn.Module) -> Rule | None:
-    """From a layer, its input (N, I) and the gradient of its output (N, O) to the sums of squares."""
-    if getattr(layer, "controlled", False):  # what it looks at besides is not among its inputs
-        return None
+    """From a layer, the gradient of its output (N, O) and its inputs (N, I), the control included where it has one, to
+    the sums of squares."""
+    if type(layer) is nc.Linear:
+        return _rule_of_programs(layer)
     if type(layer) is nn.Linear and isinstance(layer.weight, nn.Parameter):  # not one made of others, by weight_norm
         return _linear
-    if type(layer) is nc.peers.StoredProgramMemory:
-        return _stored
-    if type(layer) is nc.Linear and isinstance(layer.controller, LinearController):
-        extras = (layer.base, layer.residual, layer.memory.gate_weight)
-        plain = all(extra is None for extra in extras) and not layer.addressing.product_keys
-        return _program if plain else None
-    return None
+    return _stored if type(layer) is nc.peers.StoredProgramMemory and not layer.controlled else None
+
+
+def _rule_of_programs(layer: nc.Linear) -> Rule | None:
+    how, extras = layer.addressing, (layer.base, layer.residual, layer.memory.gate_weight)
+    if any(extra is not None for extra in extras):
+        return None
+    if how.fixed and layer.gathers and layer.controller_sees == "input":
+        return _gathered
+    learned = isinstance(layer.controller, LinearController) and not how.product_keys and not layer.controlled
+    return _program if learned else None
 
 
 def owned(layer: nn.Module) -> list[Tensor]:
@@ -52,14 +57,14 @@ def _squares(g_NO: Tensor, x_NI: Tensor) -> Tensor:
     return g_NO.square().t() @ x_NI.square()
 
 
-def _linear(layer: nn.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
+def _linear(layer: nn.Linear, g_NO: Tensor, x_NI: Tensor) -> Sums:
     sums: Sums = {layer.weight: _squares(g_NO, x_NI)}
     if layer.bias is not None:
         sums[layer.bias] = g_NO.square().sum(0)
     return sums
 
 
-def _stored(layer: nc.peers.StoredProgramMemory, x_NI: Tensor, g_NO: Tensor) -> Sums:
+def _stored(layer: nc.peers.StoredProgramMemory, g_NO: Tensor, x_NI: Tensor) -> Sums:
     """Keys are few, so each sample gets its own."""
     key_NPK = layer.key.detach().expand(len(x_NI), -1, -1).clone().requires_grad_()
     weight_NP = vmap(lambda x_I, key_PK: layer.attend(x_I[None], key_PK)[0])(x_NI, key_NPK)
@@ -68,7 +73,35 @@ def _stored(layer: nc.peers.StoredProgramMemory, x_NI: Tensor, g_NO: Tensor) -> 
     return {layer.key: each_NPK.square().sum(0)}
 
 
-def _program(layer: nc.Linear, x_NI: Tensor, g_NO: Tensor) -> Sums:
+def _gathered(layer: nc.Linear, g_NO: Tensor, x_NI: Tensor, control_NC: Tensor | None = None) -> Sums:
+    """A layer whose addresses are fixed: each sample gets copies of its own of the rows that it reads.
+
+    A sample may read a row by several heads, so copies are added up before they are squared.
+    """
+    memory = layer.memory
+    with torch.no_grad():
+        weight_MkRN, slots, _ = layer.weigh(layer.looked_at(x_NI, control_NC))
+    slot_MkRN = torch.stack([own.slot_kRN for own in slots])
+    copies = gather.Slots(torch.arange(slot_MkRN[0].numel(), device=x_NI.device).view_as(slot_MkRN[0]))
+    rows_3SN = slot_MkRN.flatten(1, 2).expand(3, -1, -1)
+    banks = memory.left, memory.right, memory.column if memory.addressing.sparse else memory.values
+    own = [
+        bank.detach().view(len(bank), -1)[rows_SN.flatten()].requires_grad_()
+        for bank, rows_SN in zip(banks, rows_3SN, strict=True)
+    ]
+    setting = gather.Gathering(layer.rules.order, sparse=False)
+    y_NO, _ = gather.plain(x_NI, weight_MkRN, tuple(own), layer.gain, [copies] * len(slots), setting)
+    sample_N, sums = torch.arange(len(x_NI), device=x_NI.device), {}
+    for bank, rows_SN, g in zip(banks, rows_3SN, torch.autograd.grad(y_NO, own, g_NO), strict=True):
+        read, of_read = (sample_N * len(bank) + rows_SN).unique(return_inverse=True)
+        each = g.new_zeros(len(read), g.shape[1]).index_add_(0, of_read.flatten(), g)
+        sums[bank] = g.new_zeros(len(bank), g.shape[1]).index_add_(0, read % len(bank), each.square())
+    if layer.bias is not None:
+        sums[layer.bias] = g_NO.square().sum(0)
+    return sums
+
+
+def _program(layer: nc.Linear, g_NO: Tensor, x_NI: Tensor) -> Sums:
     """A program layer without recurrence: products with the input, and keys that depend on the memories.
 
     A slot's vector m_p enters twice, as itself and by its key W m_p + b: its gradient is an outer product and a part of

@@ -114,7 +114,7 @@ def _eligible(model: nn.Module, calls: list[Call], squares: Sums) -> list[nn.Mod
     eligible = []
     for layer, given, output in calls:
         alone = all(owners[p] == holders[p] == 1 for p in owned(layer))
-        rows = len(given) == 1 and given[0].shape[:-1] == (TRIAL,)
+        rows = len(given) == 1 + getattr(layer, "controlled", False) and all(x.shape[:-1] == (TRIAL,) for x in given)
         trained = output.requires_grad and any(p in squares for p in owned(layer))
         if times[layer] == 1 and alone and rows and trained:
             eligible.append(layer)
@@ -150,10 +150,11 @@ def _closed(
         loss = _loss(outputs(x), y)
     wanted = [output for _, _, output in calls] + others
     gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
-    for (layer, (given,), _), g in zip(calls, gradients, strict=False):
+    for (layer, given, _), g in zip(calls, gradients, strict=False):
         if g is not None:
             dtype = owned(layer)[0].dtype  # not that of an autocast
-            for p, squared in rule_of(layer)(layer, given.detach().to(dtype), g.to(dtype)).items():
+            inputs = (x.detach().to(dtype) for x in given)
+            for p, squared in rule_of(layer)(layer, g.to(dtype), *inputs).items():
                 if p in squares:
                     squares[p] += squared.view_as(p)
     return {p for p, g in zip(others, gradients[len(calls) :], strict=True) if g is not None}
