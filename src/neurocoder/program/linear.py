@@ -178,7 +178,7 @@ class Linear(ProgramLayer):
         control_NC = self.looked_at(x_YI, control_NC)
         if self.watched:
             self._note(self.compose(control_NC), lead)
-        weight_MkRN, slots, opening_N = self.weigh(control_NC)
+        weight_MkRN, slots, opening_N = self.weigh_slots(control_NC)
         with full_precision(x_YI):
             x = x_YI.to(weight_MkRN.dtype)
             rows, programs = x.shape[0], control_NC.shape[0]  # len() would fix the size of an exported batch
@@ -194,7 +194,7 @@ class Linear(ProgramLayer):
         y = y.to(torch.get_autocast_dtype(x_YI.device.type) if autocasting(x_YI) else x_YI.dtype)
         return y, residual_N
 
-    def weigh(self, control_NC: Tensor) -> tuple[Tensor, list[gather.Slots], Tensor | None]:
+    def weigh_slots(self, control_NC: Tensor) -> tuple[Tensor, list[gather.Slots], Tensor | None]:
         """With `top_k`, the weights of the slots that are read (M, k, R, N), these, and what opens the residual."""
         query_MKRN, _, opening_N = self._signals(control_NC.t())
         with full_precision(control_NC):

@@ -80,7 +80,7 @@ def _gathered(layer: nc.Linear, g_NO: Tensor, x_NI: Tensor, control_NC: Tensor |
     """
     memory = layer.memory
     with torch.no_grad():
-        weight_MkRN, slots, _ = layer.weigh(layer.looked_at(x_NI, control_NC))
+        weight_MkRN, slots, _ = layer.weigh_slots(layer.looked_at(x_NI, control_NC))
     slot_MkRN = torch.stack([own.slot_kRN for own in slots])
     copies = gather.Slots(torch.arange(slot_MkRN[0].numel(), device=x_NI.device).view_as(slot_MkRN[0]))
     rows_3SN = slot_MkRN.flatten(1, 2).expand(3, -1, -1)
