@@ -12,7 +12,7 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.evidence import described, holm
 from neurocoder_lab.papers import published
 from neurocoder_lab.provenance import dirty
-from neurocoder_lab.results import Runs
+from neurocoder_lab.results import Runs, short, told
 from neurocoder_lab.rules import COUNTED, LEVEL, Rule, Verdict, rules
 
 BUDGETS = ("paper", "desk", "smoke")  # longest first
@@ -152,7 +152,7 @@ def _one(side: dict[str, Any], all_sides: list[dict[str, Any]]) -> str:
     name = described({name: runs[name] for name in differs})
     if any(other["metric"] != side["metric"] for other in all_sides):
         name = f"{side['metric']} of {name}"
-    return f"{name} {side['mean']:.4g} ± {side['std']:.2g} ({side['n']}), best {side['best']:.4g}"
+    return f"{name} {told(side['mean'], side['std'], side['n'])}, best {short(side['best'])}"
 
 
 def _lacking(rule: Rule, runs: Runs) -> str:

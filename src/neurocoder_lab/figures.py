@@ -8,7 +8,7 @@ import re
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from neurocoder_lab.results import Curve
 
@@ -60,6 +60,8 @@ def panels(parts: dict[str, dict[str, Curve]], log: bool = False, over: str = "t
             _lines(axes, named, log, skip)
             axes.set_xlabel(over)
             axes.set_ylabel(label)
+            if axes.get_xlim()[1] > 1e6:  # otherwise a power of ten stands alone at the end of the axis
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         lines = every[0].get_legend_handles_labels()
         figure.legend(*lines, frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.88))
         figure.subplots_adjust(wspace=0.32)

@@ -72,7 +72,16 @@ def spread(values: list[float], digits: int = 4) -> str:
     """mean ± std (n), or a dash."""
     if not values:
         return "-"
-    return f"{mean(values):.{digits}g} ± {deviation(values):.2g} ({len(values)})"
+    return told(mean(values), deviation(values), len(values), digits)
+
+
+def told(middle: float, std: float, count: int, digits: int = 4) -> str:
+    return f"{short(middle, digits)} ± {short(std, 2)} ({count})"
+
+
+def short(number: float, digits: int = 4) -> str:
+    """With so many digits, those before the point always among them; far from 1 by powers of ten."""
+    return f"{number:.0f}" if 10**digits <= abs(number) < 10**6 else f"{number:.{digits}g}"
 
 
 def identity(config: dict[str, Any]) -> str:

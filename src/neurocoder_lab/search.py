@@ -16,7 +16,7 @@ from typing import Any
 
 from neurocoder_lab import provenance
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.results import at, deviation
+from neurocoder_lab.results import at, deviation, told
 from neurocoder_lab.run import finished, folder_of
 from neurocoder_lab.store import make_folder, read_json, waiting_for, write_json
 from neurocoder_lab.sweep import sweep
@@ -130,9 +130,9 @@ def _tell(row: Row) -> None:
     """What was chosen where, out of what."""
     place = " ".join(map(str, row["place"].values()))
     best = chosen(row)
-    print(f"{place}: {_values(best)}, {row['metric']} {best['mean']:.5g} ± {best['std']:.2g} ({best['n']})")
+    print(f"{place}: {_values(best)}, {row['metric']} {told(best['mean'], best['std'], best['n'], 5)}")
     for tried in row["tried"]:
-        numbers = f"{tried['mean']:.5g} ± {tried['std']:.2g} ({tried['n']})" if tried["n"] else "failed"
+        numbers = told(tried["mean"], tried["std"], tried["n"], 5) if tried["n"] else "failed"
         print(f"    {_values(tried)}: {numbers}")
     for name in at_the_end(row):
         print(f"    {name}: the chosen value is at the end of its grid: a better one may lie beyond")

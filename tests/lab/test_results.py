@@ -222,3 +222,18 @@ def test_a_results_file_that_is_cut_short_is_not_overwritten(tmp_path):
     with pytest.raises(LabError, match="not whole JSON"):
         results.merge(tmp_path, "polynomial", [made_up("linear", 0)])
     assert json.loads((tmp_path / "polynomial.json").read_text() + "]}")["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([], "-"),
+        ([0.5, 0.25], "0.375 ± 0.18 (2)"),
+        ([500.0, 900.0], "700 ± 283 (2)"),
+        ([12_000.0, 15_000.0], "13500 ± 2121 (2)"),
+        ([2e-7, 2e-7], "2e-07 ± 0 (2)"),
+        ([3e9, 3e9], "3e+09 ± 0 (2)"),
+    ],
+)
+def test_numbers_are_shown_without_needless_powers_of_ten(values, shown):
+    assert results.spread(values) == shown
