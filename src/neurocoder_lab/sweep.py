@@ -15,7 +15,7 @@ from itertools import product
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from neurocoder_lab import experiments, results
 from neurocoder_lab.errors import LabError, Stopped
@@ -180,13 +180,15 @@ def _on_processes(workers: int, experiment: Experiment) -> Callable[[list[Job]],
                     process = context.Process(target=_child, args=(job, sender, alive, {**os.environ}))
                     process.start()
                     sender.close()
-                    running[process.sentinel] = (process, receiver, job, left - 1)
-                for sentinel in wait([*running], timeout=0.5):
-                    process, receiver, job, left = running.pop(sentinel)
-                    process.join()
+                    running[receiver] = (process, job, left - 1)
+                for receiver in cast(list[Connection], wait([*running], timeout=0.5)):
+                    process, job, left = running.pop(receiver)
                     try:
-                        yield job, receiver.recv_bytes().decode() or None
+                        answer = receiver.recv_bytes().decode()  # before the process ends: a long one needs a reader
+                        process.join()
+                        yield job, answer or None
                     except EOFError:
+                        process.join()
                         if left and not asked():
                             waiting.insert(0, (job, left))
                         elif not asked():

@@ -52,6 +52,14 @@ def test_finished_runs_are_skipped_and_failures_listed(tmp_path):
     assert finals(tmp_path, chosen)[0]["test"] != finals(tmp_path, chosen)[1]["test"]
 
 
+def test_a_failure_may_be_long(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEUROCODER_DATA", f"{tmp_path}/{'x' * 100_000}")  # more than a pipe holds
+    config = split_mnist.EXPERIMENT.config(budget="smoke", model="mlp")
+    (outcome,) = sweep(split_mnist.EXPERIMENT, [config], tmp_path)
+    assert outcome.error is not None
+    assert len(outcome.error) > 100_000
+
+
 def kill_one(folder: Path, stop: threading.Event) -> None:
     """Kill the first process that locks a run's folder."""
     while not stop.is_set():
