@@ -29,9 +29,15 @@ def problem(*lead: int, bias: bool = True, dtype=torch.float64):
 @pytest.fixture(params=[2**18, 7 * 4, 1], ids=["one block", "several", "a row each"])
 def _blocks(request, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_NUMBERS", {"cpu": request.param})
+    monkeypatch.setattr(cross_entropy, "_ROWS", 1)
 
 
-@pytest.mark.usefixtures("_blocks")
+@pytest.fixture(params=[60.0, 0.0], ids=["small logits", "any logits"])
+def _logits(request, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_SAFE", request.param)
+
+
+@pytest.mark.usefixtures("_blocks", "_logits")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("lead", [(9,), (3, 5)])
 def test_it_is_its_slow_twin_and_has_its_gradients(lead, bias):
@@ -54,6 +60,14 @@ def test_large_logits_neither_overflow_nor_vanish():
         wanted = F.cross_entropy(F.linear(x, 50 * weight, shifted), target, reduction="none")
         torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-2)  # 3,000 has four digits after the point
         assert torch.autograd.grad(loss.sum(), x)[0].isfinite().all()
+
+
+def test_logits_that_are_just_small_enough_are_exact():
+    for sign in (-1, 1):
+        x, weight = torch.full((1, 1), 59.9 * sign), torch.cat((torch.ones(9_999, 1), -torch.ones(1, 1)))
+        loss = linear_cross_entropy(x, weight, None, torch.tensor([0]))
+        wanted = F.cross_entropy(x.double() @ weight.double().t(), torch.tensor([0]), reduction="none")
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-5)
 
 
 def test_no_rows():
