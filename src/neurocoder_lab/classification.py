@@ -40,10 +40,12 @@ class ImageConfig(Config):
         self.check_positive("rate")
 
 
-def normalise(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalise(
+    x: Tensor, mean: tuple[float, ...], std: tuple[float, ...], layout: torch.memory_format = torch.contiguous_format
+) -> Tensor:
     """Images of bytes as numbers around zero, channel by channel."""
     centre, scale = (torch.tensor(values)[:, None, None].mul(255) for values in (mean, std))
-    return x.float().sub_(centre).div_(scale)
+    return x.to(torch.float32, memory_format=layout).sub_(centre).div_(scale)
 
 
 class Classifier(Task):

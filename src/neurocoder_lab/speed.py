@@ -90,7 +90,8 @@ def batch(network: Name) -> tuple[Tensor, ...]:
         word, following = torch.randint(WORDS, (2, penn_treebank.BATCH, penn_treebank.STEPS))
         return word, following
     rows = cifar.BATCH[network]
-    return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
+    images = torch.randn(rows, 3, 32, 32).contiguous(memory_format=cifar.LAYOUT[network])
+    return images, torch.randint(10, (rows,))
 
 
 def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
