@@ -18,7 +18,7 @@ from neurocoder.precision import full_precision, in_memory
 _NUMBERS = {"cpu": 2**18}  # logits at a time: what the cache of a CPU core holds
 _ELSEWHERE = 2**26
 _ROWS = 32  # at a time at least: a product of fewer is no faster than one of these
-_SAFE = 60.0  # exp of a logit no larger than this, either way, is far from the ends of float32
+_SAFE = 60.0  # a log-sum-exp no further from 0 than this lost nothing to the ends of float32
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
@@ -66,15 +66,7 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        norm_N, buffer = x_NJ.new_empty(len(x_NJ)), _buffer(x_NJ, weight_OJ)
-        weight_JO, small = weight_OJ.t().contiguous(), _small(x_NJ, weight_OJ)
-        for block, rows in zip(x_NJ.split(len(buffer)), norm_N.split(len(buffer)), strict=True):
-            logits = torch.mm(block, weight_JO, out=buffer[: len(block)])
-            if small:
-                torch.sum(logits.exp_(), 1, out=rows).log_()
-            else:
-                most = logits.amax(1, keepdim=True)
-                torch.add(logits.sub_(most).exp_().sum(1).log_(), most.squeeze(1), out=rows)
+        norm_N = _norms(x_NJ, weight_OJ)
         return norm_N - (x_NJ * weight_OJ.index_select(0, target_N)).sum(1), norm_N
 
     @staticmethod
@@ -124,10 +116,28 @@ def _buffer(x_NJ: Tensor, weight_OJ: Tensor) -> Tensor:
     return x_NJ.new_empty(min(max(1, len(x_NJ)), max(_ROWS, most // len(weight_OJ))), len(weight_OJ))
 
 
-def _small(x_NJ: Tensor, weight_OJ: Tensor) -> bool:
-    """No logit can be so large that its exp needs the largest of its row taken off first: two passes less."""
-    lengths = x_NJ.norm(dim=1), weight_OJ.norm(dim=1)
-    return x_NJ.device.type == "cpu" and all(map(len, lengths)) and bool(lengths[0].max() * lengths[1].max() < _SAFE)
+def _norms(x_NJ: Tensor, weight_OJ: Tensor) -> Tensor:
+    """Log-sum-exp of the logits of every row. On a CPU the largest of a row is taken off, two passes over the logits,
+    only where exp of them as they are came near the ends of float32."""
+    if x_NJ.device.type != "cpu":
+        return _norms_in_blocks(x_NJ, weight_OJ, shift=True)
+    norm_N = _norms_in_blocks(x_NJ, weight_OJ, shift=False)
+    lost_N = ~(norm_N.abs() < _SAFE)
+    if lost_N.any():
+        norm_N[lost_N] = _norms_in_blocks(x_NJ[lost_N], weight_OJ, shift=True)
+    return norm_N
+
+
+def _norms_in_blocks(x_NJ: Tensor, weight_OJ: Tensor, shift: bool) -> Tensor:
+    norm_N, buffer, weight_JO = x_NJ.new_empty(len(x_NJ)), _buffer(x_NJ, weight_OJ), weight_OJ.t().contiguous()
+    for block, rows in zip(x_NJ.split(len(buffer)), norm_N.split(len(buffer)), strict=True):
+        logits = torch.mm(block, weight_JO, out=buffer[: len(block)])
+        if shift:
+            most = logits.amax(1, keepdim=True)
+            torch.add(logits.sub_(most).exp_().sum(1).log_(), most.squeeze(1), out=rows)
+        else:
+            torch.sum(logits.exp_(), 1, out=rows).log_()
+    return norm_N
 
 
 def _backward(
