@@ -205,12 +205,13 @@ def test_an_iteration_can_be_timed_with_its_share_of_an_e_step(monkeypatch):
     assert 0.02 < spent < 0.3  # a fifteenth of it counts
 
 
-def test_a_sweep_has_the_twelve_rows_and_all_learn_at_the_rate_of_the_baseline(monkeypatch):
+def test_a_sweep_has_the_twelve_rows_and_rates_are_those_of_the_method(monkeypatch):
     assert len(grid(EXPERIMENT, EXPERIMENT.axes | EXPERIMENT.main, 1)) == 12
     asked = []
     monkeypatch.setattr(penn_treebank, "best", lambda *names, **place: asked.append(place) or 0.02)
-    assert EXPERIMENT.resolve(PennTreebank()).rate == 0.02
-    assert asked == [{"method": "fixed", "modules": 1, "choices": 1}]
+    for method, modules, choices in (("em", 15, 3), ("topk", 5, 1), ("fixed", 3, 3)):
+        assert EXPERIMENT.resolve(PennTreebank(method=method, modules=modules, choices=choices)).rate == 0.02
+    assert [(*place.values(),) for place in asked] == [("em", 5, 3), ("topk", 5, 1), ("fixed", 1, 1)]
 
 
 @pytest.mark.parametrize(
