@@ -245,17 +245,17 @@ def draw(runs: Runs) -> list[Picture]:
     if all(parts.values()):
         pictures.append(("Fig 6: test and training accuracy, mean ± std over seeds", figures.panels(parts)))
     models = {f"{STEPS.get(model, BETWEEN)} steps": {"model": model} for model in ("linear", *STEPS)}
-    labels = {"h_b": "H_b of test images, nats", "log_likelihood": "log p(y, a* | x) of training images, nats"}
+    labels = {"h_b": "H_b of test images, nats", "log_likelihood": "log p(y, a* | x), nats"}
     parts = {label: runs.curves(metric, models) for metric, label in labels.items()}
     if len(parts[labels["h_b"]]) > 1:
         title = "Gradient steps between E-steps (linear controller): batch module selection entropy, and the bound of"
-        title += " the log-likelihood by the stored modules a*"
+        title += " the log-likelihood of training images by the stored modules a*"
         pictures.append((title, figures.panels(parts, skip=1)))
     for run in runs.where(model="paths")[:1]:
         title = f"Fig 2: modules stored for the images that end on one path, for the {CLUSTERS} most common paths"
         found = {
             f"path {'-'.join(map(str, cluster['path']))}\n{cluster['images']:,} images": {
-                f"{int(step):,} steps": stage for step, stage in cluster["stages"].items()
+                f"step {int(step):,}": stage for step, stage in cluster["stages"].items()
             }
             for cluster in run["final"]["clusters"]
         }
