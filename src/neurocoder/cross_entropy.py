@@ -1,13 +1,15 @@
 """The cross-entropy of a linear layer with many outputs, without ever holding all of its logits.
 
 A word model of 128 x 35 words and a vocabulary of 10,000 has 180 MB of logits, and as much again for each of softmax
-and gradient. Here they are made for a few rows at a time, so few that a CPU's cache holds them, reduced to one number a
-row, and made again in the backward.
+and gradient. Here they are made for a few rows at a time, so few that a CPU's cache holds them, and reduced to one
+number a row and to the gradients of the sum of all; the backward makes them again only where rows do not count alike.
 
 Shapes: N rows, J features (the last is 1 where there is a bias), O outputs.
 """
 
 from __future__ import annotations
+
+from math import log
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from neurocoder.precision import full_precision, in_memory
 _NUMBERS = {"cpu": 2**18}  # logits at a time: what the cache of a CPU core holds
 _ELSEWHERE = 2**26
 _ROWS = 32  # at a time at least: a product of fewer is no faster than one of these
+_BITS = 1 / log(2)  # logits are made in base 2: on a CPU exp2 takes a third to a half of the time of exp
 _SAFE = 60.0  # a log-sum-exp no further from 0 than this lost nothing to the ends of float32
 
 
@@ -27,8 +30,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target:
 
         F.cross_entropy(F.linear(x, weight, bias), target, reduction="none")  # the same, for x of two dimensions
 
-    The logits are computed in blocks of rows, at least in float32, and again in the backward. Compiled, and for second
-    derivatives, it is those two functions.
+    The logits are computed in blocks of rows, at least in float32, once where every row's loss counts the same, as in
+    a sum or mean, and again in the backward where not. Compiled, and for second derivatives, it is those two functions.
 
     Args:
         x: (..., in_features).
@@ -53,8 +56,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target:
             x_NJ = F.pad(x_NJ, (0, 1), value=1.0)
             weight_OJ = torch.cat((weight_OJ, bias.to(kind)[:, None]), 1)
         inputs = x_NJ, weight_OJ, target.reshape(-1)
-        loss_N = _plain(*inputs) if torch.compiler.is_compiling() else _InBlocks.apply(*inputs)[0]
-        return loss_N.reshape(target.shape)
+        if torch.compiler.is_compiling():
+            return _plain(*inputs).reshape(target.shape)
+        ahead = torch.is_grad_enabled() and (x_NJ.requires_grad or weight_OJ.requires_grad)
+        return _InBlocks.apply(*inputs, ahead)[0].reshape(target.shape)
 
 
 def _plain(x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor) -> Tensor:
@@ -62,52 +67,54 @@ def _plain(x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor) -> Tensor:
 
 
 class _InBlocks(torch.autograd.Function):
-    """Loss and log-sum-exp of every row, (N,) each."""
+    """The loss of every row, (N,), and, computed ahead, the gradients of their sum, (N, J) and (O, J); else empty."""
 
     @staticmethod
-    def forward(x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        norm_N = _norms(x_NJ, weight_OJ)
-        return norm_N - (x_NJ * weight_OJ.index_select(0, target_N)).sum(1), norm_N
+    def forward(x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor, ahead: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return _losses(x_NJ, weight_OJ, target_N, x_NJ.new_ones(len(x_NJ)) if ahead else None)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs, output[1])
-        ctx.save_for_forward(*inputs)
-        ctx.mark_non_differentiable(output[1])
+        *tensors, ctx.ahead = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx, *d_outputs: Tensor):
-        d_loss_N, (x_NJ, weight_OJ, target_N, norm_N) = d_outputs[0], ctx.saved_tensors
+        d_loss_N, (x_NJ, weight_OJ, target_N, *gradients) = d_outputs[0], ctx.saved_tensors
         if torch.is_grad_enabled() or not in_memory(d_loss_N):  # to be differentiated in turn, or a batch of gradients
-            return *torch.func.vjp(lambda x, w: _plain(x, w, target_N), x_NJ, weight_OJ)[1](d_loss_N), None
+            return *torch.func.vjp(lambda x, w: _plain(x, w, target_N), x_NJ, weight_OJ)[1](d_loss_N), None, None
+        if ctx.ahead and (d_loss_N == d_loss_N[:1]).all():
+            return *(d_loss_N[:1].sum() * gradient for gradient in gradients), None, None
         with full_precision(x_NJ):
-            return *_backward(d_loss_N, x_NJ, weight_OJ, target_N, norm_N), None
+            return *_losses(x_NJ, weight_OJ, target_N, d_loss_N)[1:], None, None
 
     @staticmethod
     def jvp(ctx, *tangents: Tensor | None):
-        d_x, d_weight, _ = tangents
+        d_x, d_weight = tangents[:2]
         x_NJ, weight_OJ, target_N = ctx.saved_tensors[:3]
         along = (
             torch.zeros_like(x_NJ) if d_x is None else d_x,
             torch.zeros_like(weight_OJ) if d_weight is None else d_weight,
         )
-        return torch.func.jvp(lambda x, w: _plain(x, w, target_N), (x_NJ, weight_OJ), along)[1], None
+        return torch.func.jvp(lambda x, w: _plain(x, w, target_N), (x_NJ, weight_OJ), along)[1], None, None
 
     @staticmethod
     def vmap(info, in_dims, *inputs: Tensor):
         """Mapped rows are so many more rows; a mapped weight makes a call each."""
-        x, weight, target = inputs
+        x, weight, target = inputs[:3]
 
         def members(value: Tensor, dim: int | None) -> Tensor:
             return value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
 
         x, target = members(x, in_dims[0]), members(target, in_dims[2])
         if in_dims[1] is None:
-            made = _InBlocks.apply(x.flatten(0, 1), weight, target.flatten())
-            return tuple(value.view(target.shape) for value in made), (0, 0)
+            loss, *empty = _InBlocks.apply(x.flatten(0, 1), weight, target.flatten(), False)
+            return (loss.view(target.shape), *empty), (0, None, None)
         calls = zip(x, members(weight, in_dims[1]), target, strict=True)
-        made = zip(*(_InBlocks.apply(*call) for call in calls), strict=True)
-        return tuple(torch.stack(values) for values in made), (0, 0)
+        losses, *empty = zip(*(_InBlocks.apply(*call, False) for call in calls), strict=True)
+        return (torch.stack(losses), *(some[0] for some in empty)), (0, None, None)
 
 
 def _buffer(x_NJ: Tensor, weight_OJ: Tensor) -> Tensor:
@@ -116,47 +123,49 @@ def _buffer(x_NJ: Tensor, weight_OJ: Tensor) -> Tensor:
     return x_NJ.new_empty(min(max(1, len(x_NJ)), max(_ROWS, most // len(weight_OJ))), len(weight_OJ))
 
 
-def _norms(x_NJ: Tensor, weight_OJ: Tensor) -> Tensor:
-    """Log-sum-exp of the logits of every row. On a CPU the largest of a row is taken off, two passes over the logits,
-    only where exp of them as they are came near the ends of float32."""
-    if x_NJ.device.type != "cpu":
-        return _norms_in_blocks(x_NJ, weight_OJ, shift=True)
-    norm_N = _norms_in_blocks(x_NJ, weight_OJ, shift=False)
-    lost_N = ~(norm_N.abs() < _SAFE)
-    if lost_N.any():
-        norm_N[lost_N] = _norms_in_blocks(x_NJ[lost_N], weight_OJ, shift=True)
-    return norm_N
+def _losses(
+    x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor, counts_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of every row and, where counts say how much each one counts, the gradients of their weighted sum.
 
-
-def _norms_in_blocks(x_NJ: Tensor, weight_OJ: Tensor, shift: bool) -> Tensor:
-    norm_N, buffer, weight_JO = x_NJ.new_empty(len(x_NJ)), _buffer(x_NJ, weight_OJ), weight_OJ.t().contiguous()
-    for block, rows in zip(x_NJ.split(len(buffer)), norm_N.split(len(buffer)), strict=True):
-        logits = torch.mm(block, weight_JO, out=buffer[: len(block)])
-        if shift:
-            most = logits.amax(1, keepdim=True)
-            torch.add(logits.sub_(most).exp_().sum(1).log_(), most.squeeze(1), out=rows)
-        else:
-            torch.sum(logits.exp_(), 1, out=rows).log_()
-    return norm_N
-
-
-def _backward(
-    d_loss_N: Tensor, x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor, norm_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """With p the softmax and d the gradient of the losses: d (p - 1_target) W, and (p - 1_target)^T d x.
-
-    The norm of the softmax is one feature more of x, so that the product gives log p at once; d and 1_target act on
-    what is small. Over a block's logits there are four passes: a product, exp, and two products; each writes or reads
-    outputs in a row, which on a CPU takes half the time of outputs in a column.
+    With p the softmax and c the counts they are c (p - 1_target) W and (p - 1_target)^T c x. There are five passes over
+    a block's logits: a product, exp, its sum, and two products; c, the sums and 1_target act on what is small. Each
+    pass writes or reads outputs in a row, which on a CPU takes half the time of outputs in a column.
     """
-    scaled_NJ, weight_JO = x_NJ * d_loss_N[:, None], weight_OJ.t().contiguous()
-    longer_N, longer_O = torch.cat((x_NJ, -norm_N[:, None]), 1), F.pad(weight_JO, (0, 0, 0, 1), value=1.0)
+    weight_JO, buffer = weight_OJ.t().contiguous(), _buffer(x_NJ, weight_OJ)
+    size, norm_N = len(buffer), x_NJ.new_empty(len(x_NJ))
     d_x_JN, d_weight_JO = x_NJ.new_empty(x_NJ.shape[::-1]), torch.zeros_like(weight_JO)
-    buffer = _buffer(x_NJ, weight_OJ)
-    blocks = longer_N.split(len(buffer)), scaled_NJ.split(len(buffer)), d_x_JN.split(len(buffer), 1)
-    for longer, scaled, out in zip(*blocks, strict=True):
-        p = torch.mm(longer, longer_O, out=buffer[: len(longer)]).exp_()
-        torch.mm(weight_JO, p.t(), out=out)
-        d_weight_JO.addmm_(scaled.t(), p)
-    d_x = (d_x_JN.t() - weight_OJ.index_select(0, target_N)).mul_(d_loss_N[:, None])
-    return d_x, d_weight_JO.t().contiguous().index_add_(0, target_N, scaled_NJ, alpha=-1)
+    for start in range(0, len(x_NJ), size):
+        rows = slice(start, start + size)
+        e, norm, total = _exp(x_NJ[rows] * _BITS, weight_JO, buffer)
+        norm_N[rows] = norm
+        if counts_N is not None:
+            torch.mm(weight_JO, e.t(), out=d_x_JN[:, rows]).div_(total)
+            d_weight_JO.addmm_((x_NJ[rows] * (counts_N[rows] / total)[:, None]).t(), e)
+    aimed_NJ = weight_OJ.index_select(0, target_N)
+    loss_N = norm_N - (x_NJ * aimed_NJ).sum(1)
+    if counts_N is None:
+        return loss_N, x_NJ.new_empty(0), x_NJ.new_empty(0)
+    d_x_NJ = (d_x_JN.t() - aimed_NJ).mul_(counts_N[:, None])
+    d_weight_OJ = d_weight_JO.t().contiguous()
+    return loss_N, d_x_NJ, d_weight_OJ.index_add_(0, target_N, x_NJ * counts_N[:, None], alpha=-1)
+
+
+def _exp(bits_NJ: Tensor, weight_JO: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp of the logits of a block, perhaps by a factor a row; their log-sum-exp; and the sums of what is returned.
+
+    On a CPU the largest of a row is taken off, two passes over the logits, only where exp of them as they are came near
+    the ends of float32.
+    """
+    out = buffer[: len(bits_NJ)]
+    if out.device.type == "cpu":
+        e = torch.mm(bits_NJ, weight_JO, out=out).exp2_()
+        total_N = e.sum(1)
+        norm_N = total_N.log()
+        if (norm_N.abs() < _SAFE).all():
+            return e, norm_N, total_N
+    logits = torch.mm(bits_NJ, weight_JO, out=out)
+    most_N = logits.amax(1)
+    e = logits.sub_(most_N[:, None]).exp2_()
+    total_N = e.sum(1)
+    return e, total_N.log() + most_N / _BITS, total_N
