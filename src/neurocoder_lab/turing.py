@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 import neurocoder as nc
 from neurocoder.functional import EPSILON
@@ -84,7 +83,7 @@ class TuringMachine(nn.Module):
                 state = self.step(x_BX[:count], state)
                 hidden.append(state.hidden_BH)
                 read.append(state.read_BW)
-        seen_TBX = torch.cat([pad_sequence(part, batch_first=True) for part in (hidden, read)], -1)
+        seen_TBX = torch.cat([_stacked(part, len(x_BTX)) for part in (hidden, read)], -1)
         return self.output(seen_TBX).transpose(0, 1)
 
 
@@ -96,6 +95,12 @@ def _going_on(length_B: Tensor, steps: int) -> list[int]:
         )
     alive_T = (length_B[:, None] > torch.arange(steps, device=length_B.device)).sum(0)
     return [min(max(-(-alive // TOGETHER), 1) * TOGETHER, len(length_B)) for alive in alive_T.tolist()]
+
+
+def _stacked(parts: list[Tensor], batch: int) -> Tensor:
+    """(T, B, ...) from a tensor a step, of ever fewer sequences. `pad_sequence` does so, too, and its backward copies
+    the gradient of all steps once for each: a seventh of a training step."""
+    return torch.stack([F.pad(part, (0, 0, 0, batch - len(part))) for part in parts])
 
 
 def access(raw_BZ: Tensor, memory_BWN: Tensor, weight_B2N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from neurocoder.functional import add_up
 from neurocoder.program.kept import plainly
+from neurocoder.program.kernel.equations import ladder
 
 _BLOCK = 2**17  # numbers gathered at a time: what the cache of a CPU holds
 
@@ -116,7 +117,7 @@ class _Compose(torch.autograd.Function):
         (left, right, value), (w, v, s) = _each(slots), _each([*weight_MkRN])
         held_kRN = column_P1[:, 0][value.slot_kRN]
         attended_RN = (held_kRN * s).sum(0)
-        sigma_RN = _ladder(attended_RN, setting.order) @ F.softplus(attended_RN)
+        sigma_RN = ladder(attended_RN, setting.order) @ F.softplus(attended_RN)
         read_kRN = _products(x_NI, left_PI, left.slot_NS).t().reshape(w.shape)
         inner_RN = (read_kRN * w).sum(0)
         scaled_RN = inner_RN * sigma_RN * gain
@@ -152,7 +153,7 @@ class _Compose(torch.autograd.Function):
         d_right = _outer(part_NS, d_y_NO, right_PO, right, for_right, setting.sparse) if needed[3] else None
         d_x = _sums(left.slot_NS, left_PI, d_read_NS) if needed[0] else None
         d_sigma_RN = through if d_sigma_RN is None else through.add_(d_sigma_RN)
-        d_attended_RN = (_ladder(attended_RN, setting.order).t() @ d_sigma_RN).mul_(attended_RN.sigmoid())
+        d_attended_RN = (ladder(attended_RN, setting.order).t() @ d_sigma_RN).mul_(attended_RN.sigmoid())
         d_column = value.added(d_attended_RN * s, column_P1, setting.sparse) if needed[4] else None
         d_weight = None
         if needed[1]:
@@ -169,19 +170,6 @@ def differentiable(
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, d_outputs, create_graph=True, allow_unused=True))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
-
-
-def _ladder(terms_RN: Tensor, order: str) -> Tensor:
-    """The sums of Eq. 8 as a product: ladder @ terms are the singular values."""
-    return _sums_of_terms(len(terms_RN), order, terms_RN.dtype, terms_RN.device)
-
-
-@cache
-def _sums_of_terms(components: int, order: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    ones = torch.ones(components, components, dtype=dtype, device=device)
-    if order == "ascending":
-        return ones.tril_()
-    return ones.triu_() if order == "descending" else ones.tril_().flip(0)
 
 
 def _products(x_NI: Tensor, bank_PI: Tensor, slot_NS: Tensor) -> Tensor:

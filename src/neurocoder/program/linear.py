@@ -5,7 +5,6 @@ Shapes: see `neurocoder.functional`; Y rows of x, of which X share each of the N
 
 from __future__ import annotations
 
-from math import log
 from typing import Unpack
 
 import torch
@@ -21,6 +20,7 @@ from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d
 from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
+from neurocoder.program.kernel.equations import BITS
 from neurocoder.program.layer import ProgramLayer, by_input
 from neurocoder.program.options import Options, spelled_out
 from neurocoder.program.search import choose
@@ -130,7 +130,7 @@ class Linear(ProgramLayer):
             weight_XC=controller.weight,
             bias_X1=controller.bias[:, None],
             left_PI=memory.left,
-            sharp_MPK=sharpen(memory.keys(), self.sharpness / log(2)),
+            sharp_MPK=sharpen(memory.keys(), self.sharpness * BITS),
             values_P=memory.values,
             right_PO=memory.right * self.gain,
             bias_O=self.bias,

@@ -6,7 +6,6 @@ Shapes: see `neurocoder.functional`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -57,12 +56,6 @@ def run(x_NI: Tensor, fixed: Fixed) -> Tensor:
     left, right, weights = content_MPX.view(banks, slots, components, rows).unbind(0)
     inner_RN = left.mul_(read_PN[:, None]).sum(0)
     terms_RN = F.softplus(torch.matmul(values_P, weights.flatten(1)).view_as(inner_RN))
-    sigma_RN = torch.mm(_ladder(components, terms_RN.dtype, terms_RN.device), terms_RN)
+    sigma_RN = torch.mm(equations.ladder(terms_RN), terms_RN)
     part_NP = right.mul_(inner_RN.mul_(sigma_RN)).sum(1).t()
     return torch.mm(part_NP, right_PO) if bias_O is None else torch.addmm(bias_O, part_NP, right_PO)
-
-
-@cache
-def _ladder(components: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Row n sums the terms n to R (Eq. 8)."""
-    return torch.ones(components, components, dtype=dtype, device=device).triu_()
