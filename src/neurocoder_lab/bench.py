@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import neurocoder as nc
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import algorithms
-from neurocoder_lab.provenance import source
+from neurocoder_lab.provenance import processor, source
 from neurocoder_lab.store import make_folder, write_json
 
 BATCH = 128
@@ -277,4 +277,5 @@ def record(out: Path, rows: dict[str, dict[str, float]], **how: int) -> None:
     """Write figures, and what they were measured with."""
     about = source() | {"torch": torch.__version__, "python": platform.python_version(), "threads": 1}
     make_folder(out.parent)
-    write_json(out, {"about": about | {"machine": platform.machine()} | how, "ratios": rows})
+    about |= {"machine": platform.machine(), "processor": processor()}
+    write_json(out, {"about": about | how, "ratios": rows})

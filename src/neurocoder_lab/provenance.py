@@ -34,6 +34,14 @@ def source() -> dict[str, Any]:
     return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
 
 
+def processor() -> str:
+    """The model of the processor where the system tells it, else its kind: ratios of times differ between models."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
 def environment(device: str, engine: dict[str, Any], fingerprint: str) -> dict[str, Any]:
     """Where a run is: its code, its machine, how it runs (`engine`), and the fingerprint of its data."""
     from neurocoder import __version__  # a run has it; whoever only reads results does without torch

@@ -34,7 +34,7 @@ from neurocoder_lab.chains import chains, lengths
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import algorithms, cifar, penn_treebank, polynomial
 from neurocoder_lab.modules import BETWEEN, Lesson
-from neurocoder_lab.provenance import source
+from neurocoder_lab.provenance import processor, source
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import rules
 from neurocoder_lab.turing import TuringMachine
@@ -186,7 +186,7 @@ def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | No
         raise LabError(f"--out takes a JSON file, such as results/speed.json; got {out}")
     torch.set_num_threads(1)
     about = source() | {"versions": {"torch": torch.__version__}, "python": platform.python_version(),
-                        "machine": platform.machine(), "threads": 1}  # fmt: skip
+                        "machine": platform.machine(), "processor": processor(), "threads": 1}  # fmt: skip
     table = Table("network", "variant", "step, ms", "over the plain network", "parameters", "time steps a second")
     for column in table.columns[2:]:
         column.justify = "right"
