@@ -1,5 +1,7 @@
 """The cross-entropy in blocks: against its slow twin, and under what PyTorch offers."""
 
+from math import log
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,12 +65,22 @@ def test_large_logits_neither_overflow_nor_vanish():
         assert torch.autograd.grad(loss.sum(), x)[0].isfinite().all()
 
 
-def test_norms_at_and_beyond_the_ends_of_what_needs_no_shift_are_exact():
-    x, weight = torch.tensor([[-200.0], [-61], [-59.9], [0], [59.9], [61], [200]]), torch.ones(10_000, 1)
+def test_norms_at_and_beyond_the_ends_of_what_needs_no_shift_are_exact(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_NUMBERS", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "_ROWS", 1)  # a row each: one that is shifted does not shift the others
+    norms = torch.tensor([[-200.0], [-61], [-59.9], [0], [59.9], [61], [200]])
+    x, weight = norms - log(10_000), torch.ones(10_000, 1)
     weight[-1] = 0.5
     loss = linear_cross_entropy(x, weight, None, torch.zeros(7, dtype=torch.long))
     wanted = F.cross_entropy(x.double() @ weight.double().t(), torch.zeros(7, dtype=torch.long), reduction="none")
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_on_meta_there_is_nothing_to_look_at():
+    with torch.device("meta"):
+        x, weight = torch.empty(9, 4, requires_grad=True), torch.empty(7, 4, requires_grad=True)
+        linear_cross_entropy(x, weight, None, torch.zeros(9, dtype=torch.long)).mean().backward()
+    assert weight.grad.shape == (7, 4)
 
 
 def test_no_rows():

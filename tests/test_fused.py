@@ -3,11 +3,12 @@ of gradients. tests/test_equations.py compares both with the slow twins."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import neurocoder as nc
 from neurocoder import functional
 from neurocoder.program import kept
-from neurocoder.program.kernel import fused, lean, usage
+from neurocoder.program.kernel import equations, fused, lean, usage
 
 PAPER = nc.Rules()
 
@@ -102,3 +103,9 @@ def test_unit_queries_of_length_zero_are_no_nan():
     assert not score.any()
     score.sum().backward()
     assert query.grad.isfinite().all()
+
+
+def test_what_is_kept_for_later_calls_is_never_a_tensor_without_numbers():
+    with FakeTensorMode():
+        equations.ladder(torch.empty(7, 2))
+    torch.testing.assert_close(equations.ladder(torch.empty(7, 2)), torch.ones(7, 7).triu())

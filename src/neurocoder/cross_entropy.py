@@ -9,18 +9,15 @@ Shapes: N rows, J features (the last is 1 where there is a bias), O outputs.
 
 from __future__ import annotations
 
-from math import log
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from neurocoder.precision import full_precision, in_memory
+from neurocoder.precision import BITS, full_precision, in_memory
 
 _NUMBERS = {"cpu": 2**18}  # logits at a time: what the cache of a CPU core holds
 _ELSEWHERE = 2**26
 _ROWS = 32  # at a time at least: a product of fewer is no faster than one of these
-_BITS = 1 / log(2)  # logits are made in base 2: on a CPU exp2 takes a third to a half of the time of exp
 _SAFE = 60.0  # a log-sum-exp no further from 0 than this lost nothing to the ends of float32
 
 
@@ -58,12 +55,17 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target:
         inputs = x_NJ, weight_OJ, target.reshape(-1)
         if torch.compiler.is_compiling():
             return _plain(*inputs).reshape(target.shape)
-        ahead = torch.is_grad_enabled() and (x_NJ.requires_grad or weight_OJ.requires_grad)
-        return _InBlocks.apply(*inputs, ahead)[0].reshape(target.shape)
+        wanted = torch.is_grad_enabled() and (x_NJ.requires_grad or weight_OJ.requires_grad)
+        return _InBlocks.apply(*inputs, wanted and _can_look(x_NJ))[0].reshape(target.shape)
 
 
 def _plain(x_NJ: Tensor, weight_OJ: Tensor, target_N: Tensor) -> Tensor:
     return F.cross_entropy(x_NJ @ weight_OJ.t(), target_N, reduction="none")
+
+
+def _can_look(x: Tensor) -> bool:
+    """Whether what to do may depend on numbers: they are there, and no other device need be waited for."""
+    return type(x) is Tensor and x.is_cpu
 
 
 class _InBlocks(torch.autograd.Function):
@@ -75,7 +77,8 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        *tensors, ctx.ahead = inputs
+        tensors = inputs[:3]
+        ctx.ahead = output[1].shape == inputs[0].shape
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*output[1:])
@@ -133,11 +136,12 @@ def _losses(
     pass writes or reads outputs in a row, which on a CPU takes half the time of outputs in a column.
     """
     weight_JO, buffer = weight_OJ.t().contiguous(), _buffer(x_NJ, weight_OJ)
-    size, norm_N = len(buffer), x_NJ.new_empty(len(x_NJ))
-    d_x_JN, d_weight_JO = x_NJ.new_empty(x_NJ.shape[::-1]), torch.zeros_like(weight_JO)
+    size, norm_N, d_x_JN, d_weight_JO = len(buffer), x_NJ.new_empty(len(x_NJ)), x_NJ.new_empty(0), x_NJ.new_empty(0)
+    if counts_N is not None:
+        d_x_JN, d_weight_JO = x_NJ.new_empty(x_NJ.shape[::-1]), torch.zeros_like(weight_JO)
     for start in range(0, len(x_NJ), size):
         rows = slice(start, start + size)
-        e, norm, total = _exp(x_NJ[rows] * _BITS, weight_JO, buffer)
+        e, norm, total = _exp(x_NJ[rows] * BITS, weight_JO, buffer)
         norm_N[rows] = norm
         if counts_N is not None:
             torch.mm(weight_JO, e.t(), out=d_x_JN[:, rows]).div_(total)
@@ -145,7 +149,7 @@ def _losses(
     aimed_NJ = weight_OJ.index_select(0, target_N)
     loss_N = norm_N - (x_NJ * aimed_NJ).sum(1)
     if counts_N is None:
-        return loss_N, x_NJ.new_empty(0), x_NJ.new_empty(0)
+        return loss_N, d_x_JN, d_weight_JO
     d_x_NJ = (d_x_JN.t() - aimed_NJ).mul_(counts_N[:, None])
     d_weight_OJ = d_weight_JO.t().contiguous()
     return loss_N, d_x_NJ, d_weight_OJ.index_add_(0, target_N, x_NJ * counts_N[:, None], alpha=-1)
@@ -154,11 +158,11 @@ def _losses(
 def _exp(bits_NJ: Tensor, weight_JO: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """exp of the logits of a block, perhaps by a factor a row; their log-sum-exp; and the sums of what is returned.
 
-    On a CPU the largest of a row is taken off, two passes over the logits, only where exp of them as they are came near
-    the ends of float32.
+    On a CPU the largest of each row is taken off, two passes over the logits, only where exp of them as they are came
+    near the ends of float32 in one of the rows.
     """
     out = buffer[: len(bits_NJ)]
-    if out.device.type == "cpu":
+    if _can_look(out):
         e = torch.mm(bits_NJ, weight_JO, out=out).exp2_()
         total_N = e.sum(1)
         norm_N = total_N.log()
@@ -168,4 +172,4 @@ def _exp(bits_NJ: Tensor, weight_JO: Tensor, buffer: Tensor) -> tuple[Tensor, Te
     most_N = logits.amax(1)
     e = logits.sub_(most_N[:, None]).exp2_()
     total_N = e.sum(1)
-    return e, total_N.log() + most_N / _BITS, total_N
+    return e, total_N.log() + most_N / BITS, total_N

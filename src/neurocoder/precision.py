@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from math import log
 
 import torch
 from torch import Tensor
+
+BITS = 1 / log(2)  # what is to be exponentiated is taken to base 2: on a CPU exp2 takes a third to a half of exp's time
 
 
 def full_precision(x: Tensor) -> AbstractContextManager:

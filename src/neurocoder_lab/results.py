@@ -69,14 +69,15 @@ def deviation(values: Any) -> float:
 
 
 def spread(values: list[float], digits: int = 4) -> str:
-    """mean ± std (n), or a dash."""
+    """mean ± std (n), of one mean (1), or a dash."""
     if not values:
         return "-"
     return told(mean(values), deviation(values), len(values), digits)
 
 
 def told(middle: float, std: float, count: int, digits: int = 4) -> str:
-    return f"{short(middle, digits)} ± {short(std, 2)} ({count})"
+    around = f" ± {short(std, 2)}" if count > 1 else ""
+    return f"{short(middle, digits)}{around} ({count})"
 
 
 def short(number: float, digits: int = 4) -> str:

@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from neurocoder.conditional import check_sizes, register
 from neurocoder.functional import attend, sharpen, singular_values, transform
-from neurocoder.precision import autocasting, full_precision
+from neurocoder.precision import BITS, autocasting, full_precision
 from neurocoder.program import gather
 from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d
 from neurocoder.program.gates import residual_scale
 from neurocoder.program.kernel import fused, lean
-from neurocoder.program.kernel.equations import BITS
 from neurocoder.program.layer import ProgramLayer, by_input
 from neurocoder.program.options import Options, spelled_out
 from neurocoder.program.search import choose

@@ -6,9 +6,8 @@
 
 Embeddings of 32, modules of 8 units, 128 streams of text, segments of 35 words. The paper is silent on the optimiser:
 ours is Adam at a constant rate, chosen by validation perplexity for each method and K, of 5 modules, and for the
-baseline (at that one's rate REINFORCE with 3 of 5 blows up); and on the state between segments: ours is carried,
-without a gradient. A data point is a segment of one stream. An iteration is a gradient step; EM has an E-step on the
-segment it is about to learn before every fifteenth, 10 samples.
+baseline; and on the state between segments: ours is carried, without a gradient. A data point is a segment of one
+stream. An iteration is a gradient step; EM has an E-step, 10 samples, on what it learns next before every fifteenth.
 
 Shapes: B streams, T words of a segment, N words, H units, K choices, M modules.
 """
@@ -88,7 +87,7 @@ class PennTreebank(Config):
 def fill(config: PennTreebank) -> dict[str, Any]:
     place = {"modules": 1, "choices": 1} if config.method == "fixed" else {"modules": 5, "choices": config.choices}
     rate = best("penn-treebank", "rate", method=config.method, **place)
-    return {"iterations": ITERATIONS[config.budget], "rate": rate or RATES[2]}
+    return {"iterations": ITERATIONS[config.budget], "rate": rate or 0.01}
 
 
 class WordModel(nn.Module):
@@ -263,10 +262,11 @@ def tabulate(runs: Runs) -> list[Table]:
     for (method, modules, choices), mine in ran.items():
         name = f"baseline {modules}" if method == "fixed" else f"{method} {choices}/{modules}"
         perplexities = [spread(mine.values(f"{part}_perplexity")) for part in ("test", "validation")]
-        steps = {f"{run['config']['iterations']:,}" for run in mine}
+        iterations, rates = (sorted({run["config"][name] for run in mine}) for name in ("iterations", "rate"))
+        steps, rates = " and ".join(map("{:,}".format, iterations)), " and ".join(map("{:g}".format, rates))
         table_1.append([
-            NAMES[method], str(modules), str(choices), *perplexities, f"{paper[name]:.1f}", " and ".join(sorted(steps)),
-            f"{mine[0]['config']['rate']:g}", f"{mine[0]['final']['parameters']:,}",
+            NAMES[method], str(modules), str(choices), *perplexities, f"{paper[name]:.1f}", steps, rates,
+            f"{mine[0]['final']['parameters']:,}",
         ])  # fmt: skip
         called = _called((method, modules, choices))
         if method != "fixed":
@@ -285,8 +285,10 @@ def tabulate(runs: Runs) -> list[Table]:
             title += f"; a segment had {mean(visits):.2g} E-steps of EM, a verdict takes {ENOUGH}"
         tables.append((title, header, table_1))
     if collapse:
-        header = ["training", "H_a", "H_b", "modules used", "most H_b can be", "E-steps a segment", "test, one module"]
-        title = "Collapse: entropies (nats) and modules most likely for a hundredth of the words, no regulariser"
+        header = ["training", "H_a", "H_b", "modules used", "most H_b can be", "E-steps a segment", "by one module"]
+        title = (
+            "Collapse, no regulariser: entropies (nats), modules most likely for 1% of words, test perplexity by one"
+        )
         tables.append((title, header, collapse))
     if told:
         header = ["training", "told", "told before training", "shuffled"]
@@ -294,8 +296,7 @@ def tabulate(runs: Runs) -> list[Table]:
         tables.append((title, header, told))
     for row in (("em", 15, 1), ("em", 5, 1)):
         for run in ran.get(row, Runs())[:1]:
-            seed = run["config"]["seed"]
-            title = f"Table 2: what the modules are invoked on, {_called(row)} (test text, seed {seed})"
+            title = f"Table 2: what the modules are invoked on, {_called(row)} (test, seed {run['config']['seed']})"
             header = ["module", "words, %", "of these, %", "most frequent", "in context: before [word] after"]
             tables.append((title, header, [[str(cell) for cell in line] for line in run["final"]["invoked_on"]]))
     return tables
@@ -315,9 +316,8 @@ def draw(runs: Runs) -> list[Picture]:
             title = f"Fig 4, 1 of {modules} modules: entropies on a batch of held-out text, mean ± std over seeds"
             parts = {"H_a, nats (certain: 0)": h_a, f"H_b, nats (all used: {log(modules):.2f})": h_b}
             pictures.append((title, figures.panels(parts, over="iterations", skip=1)))
-    fig_5: list[Row] = [("em", 5, 1), ("reinforce", 5, 1), ("topk", 5, 1)]
-    for row in fig_5:
-        for run in runs.where(**_settings(row))[:1]:
+    for row in ROWS:
+        for run in runs.where(**_settings(row))[:1] if row[1:] == (5, 1) else ():
             title = f"Fig 5, {_called(row)}: the controller's distribution at the words of two segments"
             stages = {f"{stage['step']:,} iterations": stage["probability"] for stage in run["final"]["controller"]}
             pictures.append((title, figures.distributions(stages)))

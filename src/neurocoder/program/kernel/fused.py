@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neurocoder.functional import PAPER, Rules
 from neurocoder.functional import compose_rows as plain_compose_rows
-from neurocoder.precision import full_precision, in_memory
+from neurocoder.precision import BITS, full_precision, in_memory
 from neurocoder.program.kept import watched
 from neurocoder.program.kernel import equations, usage
 
@@ -182,7 +182,7 @@ def _forward(inputs: Inputs) -> Outputs:
     components, rows = query.shape[2:]
     steps, together = (1, components) if gate is None else (components // heads, heads)
     unit, scale = equations.unit_queries(query)
-    score_MPX = equations.score(unit, sharp * equations.BITS, sharpness)
+    score_MPX = equations.score(unit, sharp * BITS, sharpness)
     content = equations.exponential(equations.by_step(score_MPX, steps, together, rows))
     del score_MPX  # what is freed here is written next, while it is in the cache
     attention, recursion = equations.normalise(content), ()
