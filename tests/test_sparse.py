@@ -260,6 +260,35 @@ def test_reads_are_those_of_a_trace(options, monkeypatch):
         nc.Linear(6, 3, slots=4).reads(x)
 
 
+@pytest.mark.parametrize("options", [{}, {"one_choice": True}, {"slots": 400, "product_keys": True, "sparse": True}])
+def test_what_was_found_once_need_not_be_searched_again(options, monkeypatch):
+    fixed: dict = {"slots": 40, "heads": 2, "key_dim": 4, "top_k": 1, "addresses": "fixed"}
+    layer, x = nc.Linear(6, 3, **fixed | options).double(), torch.randn(5, 7, 6, dtype=torch.float64)
+    wanted, reads = layer(x), layer.reads(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "_signals", None)  # nobody looks at the input
+        found = layer(x, reads=reads)
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(layer(x, reads=reads.flip(0)), wanted)
+    moved = [p for p in layer.parameters() if p.requires_grad]
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), moved) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(a.to_dense(), b.to_dense())
+    per_sequence = layer(x, reads=reads[:, 0])  # one program a sequence
+    torch.testing.assert_close(per_sequence[:, 0], wanted[:, 0])
+    for wrong in (reads.float(), reads[..., 0], reads[:3]):
+        with pytest.raises(ValueError, match=r"int64 of \(..., 3, 2, 1\)"):
+            layer(x, reads=wrong)
+    with pytest.raises(ValueError, match="call the layer without reads="), nc.trace(layer):
+        layer(x, reads=reads)
+
+
+@pytest.mark.parametrize("options", [{"addresses": "learned"}, {"top_k": 2}, {"residual": True}])
+def test_what_may_change_is_searched_every_time(options):
+    layer = nc.Linear(6, 3, **{"slots": 40, "heads": 2, "top_k": 1, "addresses": "fixed"} | options)
+    with pytest.raises(ValueError, match="others look at their input at every call"):
+        layer(torch.randn(5, 6), reads=layer.reads(torch.randn(5, 6)))
+
+
 def test_orthogonal_loss_leaves_sparse_memories_alone():
     sparse = nc.Linear(6, 5, slots=20, heads=2, top_k=1, sparse=True)
     assert nc.orthogonality(sparse) == 0

@@ -314,6 +314,12 @@ def test_a_blank_first_sample_hides_no_weight(norm):
     close(fisher(model, x), slow_fisher(model, x))
 
 
+def test_rows_that_were_looked_up_before_have_the_same_fisher(monkeypatch):
+    monkeypatch.setattr(sys.modules["neurocoder_lab.continual.fisher"], "_sample_by_sample", None)
+    model, x = rows().double(), torch.randn(11, 6, dtype=torch.float64)
+    close(fisher(model, model[0].look(x)), fisher(model, x))
+
+
 CLOSED = [
     "plain", "program", "program, reading", "program, authors", "program, free keys", "program, sparse, fixed",
     "program, fixed, of two", "rows", "stored programs",

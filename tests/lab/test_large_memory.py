@@ -117,9 +117,26 @@ def test_rows_that_no_task_reads_stay_where_they_were():
     task: Any = EXPERIMENT.start(EXPERIMENT.resolve(LargeMemory(budget="smoke")))
     (rows,) = task.model
     before = rows.layer.memory.right.detach().clone()
-    x, y = task.stream.train[0]
+    x, y = task.stream.train[0]  # the rows that each image reads
     torch.nn.functional.cross_entropy(task.model(x), y).backward()
     task.optimiser.step()
     read = torch.zeros(rows.layer.slots, dtype=torch.bool)
-    read[rows.layer.reads(torch.ones(len(x), 1), x).flatten()] = True
+    read[x.flatten().long()] = True
     assert torch.equal((rows.layer.memory.right != before).any(1), read)
+
+
+@pytest.mark.parametrize("scenario", ["domain", "task"])
+def test_rows_that_were_looked_up_once_are_those_that_are_searched(scenario):
+    network, x, task = large_memory.build("sparse", scenario, 1024), torch.randn(9, 1024), (3,) * (scenario == "task")
+    rows = next(module for module in network.modules() if isinstance(module, large_memory.Rows))
+    torch.nn.init.normal_(rows.layer.memory.right)
+    assert torch.equal(network(rows.look(x), *task), network(x, *task))
+    assert not torch.equal(network(rows.look(x.flip(0)), *task), network(x, *task))
+
+
+def test_images_are_looked_up_only_where_nothing_before_the_rows_learns():
+    looked_up = {}
+    for variant in ("sparse", "heads-64", "residual", "shared-first", "learned", "top-2", "two-hidden", "mlp"):
+        task: Any = EXPERIMENT.start(EXPERIMENT.resolve(LargeMemory(variant=variant, budget="smoke")))
+        looked_up[variant] = not task.stream.test[0][0].is_floating_point()
+    assert [variant for variant, found in looked_up.items() if found] == ["sparse", "heads-64"]

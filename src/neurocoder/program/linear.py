@@ -96,16 +96,17 @@ class Linear(ProgramLayer):
         self._weighing = Weighing(self.sharpness, self.addressing, self.slots)
         self._gathering = gather.Gathering(self.rules.order, self.addressing.sparse)
 
-    def forward(self, x: Tensor, control: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, control: Tensor | None = None, reads: Tensor | None = None) -> Tensor:
         if (
             self._lean
             and control is None
+            and reads is None
             and self._calls is None
             and lean.possible(x, self.in_features, self.gain.dtype)
         ):
             y = lean.run(x, self._once("all", self._fixed))
             return y if self.base is None else y + self.base(x)
-        lead, x_YI, control_NC = self._arrange(x, control)
+        lead, x_YI, control_NC = self._arrange(x, control) if reads is None else self._arrange_reads(x, reads)
         if self.gathers:
             y, residual_Y = self._by_slot(x_YI, control_NC, lead)
         else:
@@ -194,7 +195,12 @@ class Linear(ProgramLayer):
         return y, residual_N
 
     def weigh_slots(self, control_NC: Tensor) -> tuple[Tensor, list[gather.Slots], Tensor | None]:
-        """With `top_k`, the weights of the slots that are read (M, k, R, N), these, and what opens the residual."""
+        """With `top_k`, the weights of the slots that are read (M, k, R, N), these, and what opens the residual; from
+        what the controller sees, or from what `reads` found, (N, 3, R, 1)."""
+        if not control_NC.is_floating_point():
+            slot_MkRN = control_NC[:, : len(self.addressing.banks)].permute(1, 3, 2, 0)
+            one = self.gain.new_ones((), dtype=torch.promote_types(self.gain.dtype, torch.float32))
+            return one.expand(slot_MkRN.shape), [gather.Slots(own) for own in slot_MkRN], None
         query_MKRN, _, opening_N = self._signals(control_NC.t())
         with full_precision(control_NC):
             with torch.no_grad():  # keys of slots that are not read need no gradient
@@ -213,7 +219,9 @@ class Linear(ProgramLayer):
     def reads(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """With `top_k`, the slots that each component reads of each bank, (..., 3, components, top_k).
 
-        As `nc.trace` tells, but without the attention to every slot, for which a large memory leaves no room.
+        As `nc.trace` tells, but without the attention to every slot, for which a large memory leaves no room. Where
+        addresses are fixed and `top_k` is 1 they stand for the control: `layer(x, reads=layer.reads(x))` is
+        `layer(x)`, and need not search again what it has found once.
         """
         if self.addressing.top_k is None:
             raise ValueError("without top_k every slot is read: nc.trace tells how much")
@@ -244,6 +252,25 @@ class Linear(ProgramLayer):
         control = self.given(control)
         lead, x_YI, control_NC = self.arrange(x, control)
         return lead, x_YI, None if control is None else control_NC
+
+    def _arrange_reads(self, x: Tensor, reads: Tensor) -> tuple[tuple[int, ...], Tensor, Tensor]:
+        """The same, with what `reads` found in place of the control."""
+        how = self.addressing
+        if not (how.fixed and how.top_k == 1 and self.gathers and self.residual is None):
+            raise ValueError(
+                "reads= stands for the control of a layer with addresses='fixed' and top_k=1, of many slots, without a "
+                "residual program: others look at their input at every call"
+            )
+        if self.watched:
+            raise ValueError("a trace tells the attention to every slot: call the layer without reads=")
+        self.check(x, -1, self.in_features)
+        shape, lead = (3, self.heads * self.steps, 1), reads.shape[:-3]
+        if reads.dtype != torch.int64 or reads.shape[-3:] != shape or x.shape[: len(lead)] != lead:
+            raise ValueError(
+                f"reads must be as layer.reads gives them for x, int64 of (..., {', '.join(map(str, shape))}); "
+                f"got {reads.dtype} of {tuple(reads.shape)} for x of {tuple(x.shape)}"
+            )
+        return lead, x.reshape(-1, self.in_features), reads.reshape(-1, *shape)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"

@@ -74,7 +74,8 @@ def _stored(layer: nc.peers.StoredProgramMemory, g_NO: Tensor, x_NI: Tensor) -> 
 
 
 def _gathered(layer: nc.Linear, g_NO: Tensor, x_NI: Tensor, control_NC: Tensor | None = None) -> Sums:
-    """A layer whose addresses are fixed: each sample gets copies of its own of the rows that it reads.
+    """A layer whose addresses are fixed: each sample gets copies of its own of the rows that it reads, of which the
+    control, or what stands for it, tells.
 
     A sample may read a row by several heads, so copies are added up before they are squared.
     """

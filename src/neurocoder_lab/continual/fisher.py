@@ -114,11 +114,15 @@ def _eligible(model: nn.Module, calls: list[Call], squares: Sums) -> list[nn.Mod
     eligible = []
     for layer, given, output in calls:
         alone = all(owners[p] == holders[p] == 1 for p in owned(layer))
-        rows = len(given) == 1 + getattr(layer, "controlled", False) and all(x.shape[:-1] == (TRIAL,) for x in given)
+        rows = len(given) == 1 + getattr(layer, "controlled", False) and all(map(_a_row_each, given))
         trained = output.requires_grad and any(p in squares for p in owned(layer))
         if times[layer] == 1 and alone and rows and trained:
             eligible.append(layer)
     return eligible
+
+
+def _a_row_each(x: Tensor) -> bool:
+    return x.shape[:-1] == (TRIAL,) or (not x.is_floating_point() and len(x) == TRIAL)  # features, or slots
 
 
 def _wrong(layers: list[nn.Module], outputs: Outputs, x: Tensor, y: Tensor, squares: Sums) -> set[Tensor]:
@@ -153,7 +157,7 @@ def _closed(
     for (layer, given, _), g in zip(calls, gradients, strict=False):
         if g is not None:
             dtype = owned(layer)[0].dtype  # not that of an autocast
-            inputs = (x.detach().to(dtype) for x in given)
+            inputs = (x.detach().to(dtype) if x.is_floating_point() else x for x in given)
             for p, squared in rule_of(layer)(layer, g.to(dtype), *inputs).items():
                 if p in squares:
                     squares[p] += squared.view_as(p)

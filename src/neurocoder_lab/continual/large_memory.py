@@ -54,7 +54,7 @@ CHANGES: dict[Variant, dict[str, Any]] = {
     "slots-16384": {"slots": 16_384},
     "top-2": {"top_k": 2},
     "top-4": {"top_k": 4},
-    "learned": {"addresses": "learned"},
+    "learned": {"addresses": "learned", "top_k": 2},
     "ordinary": {"sparse": False},
     "heads-64": {"heads": 64},
     "heads-1024": {"heads": 1024},
@@ -74,7 +74,7 @@ NAMES: dict[Variant, str] = {
     "slots-16384": "16,384 slots",
     "top-2": "the best 2 slots a head",
     "top-4": "the best 4 slots a head",
-    "learned": "addresses learned",
+    "learned": "the best 2 slots a head, addresses learned",
     "ordinary": "ordinary Adam: rows that were not read move, too",
     "heads-64": "64 heads",
     "heads-1024": "1,024 heads",
@@ -92,6 +92,7 @@ NAMES: dict[Variant, str] = {
 }
 HIDDEN = 256
 CLASSES = 10
+AT_ONCE = 500  # inputs of which the rows are looked up
 SCALE = 30.0  # of the outputs, beside what suits rows that begin at random: a step of Adam moves them as much further
 EXPERTS = 8
 PEER = {"heads": 8, "reads": 1, "key_dim": 5}
@@ -122,7 +123,10 @@ class Columns(nn.Module):
 
 
 class Rows(nn.Module):
-    """A sum of rows of a memory, that of each head; beside a plain linear layer, if asked."""
+    """A sum of rows of a memory, that of each head; beside a plain linear layer, if asked.
+
+    It takes inputs (B, I), or the rows that these read, (B, heads), as `look` finds them.
+    """
 
     def __init__(self, inputs: int, outputs: int, residual: bool = False, random: bool = False, **settings: Any):
         super().__init__()
@@ -135,8 +139,22 @@ class Rows(nn.Module):
                 self.layer.gain.mul_(SCALE)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x.new_ones(*x.shape[:-1], 1), x)
+        one = self.layer.gain.new_ones(len(x), 1)
+        if not x.is_floating_point():
+            return self.layer(one, reads=x.long()[:, None, :, None].expand(-1, 3, -1, -1))
+        y = self.layer(one, x)
         return y if self.residual is None else y + self.residual(x)
+
+    @property
+    def looks_once(self) -> bool:
+        """Whether what an input reads is all that counts of it, and never changes."""
+        how = self.layer.addressing
+        return how.fixed and how.top_k == 1 and self.layer.gathers and self.residual is None
+
+    def look(self, x: Tensor) -> Tensor:
+        """The rows that inputs read, where each head reads one."""
+        each = (self.layer.reads(some.new_ones(len(some), 1), some) for some in x.split(AT_ONCE))
+        return torch.cat([reads[:, 0, :, 0].int() for reads in each])
 
 
 def _output(variant: Variant, inputs: int, outputs: int) -> nn.Module:

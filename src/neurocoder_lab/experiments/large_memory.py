@@ -11,7 +11,7 @@ not move. Every variant changes one thing; `joint` learns all ten classes at onc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 from typing import Any, Literal
@@ -24,9 +24,10 @@ from neurocoder_lab import data, figures
 from neurocoder_lab.continual import make
 from neurocoder_lab.continual.digits import BATCH, EPOCHS, EXAMPLES, prepare
 from neurocoder_lab.continual.digits import TASKS as DIGITS
-from neurocoder_lab.continual.large_memory import CHANGES, NAMES, VARIANTS, Variant, build
+from neurocoder_lab.continual.large_memory import CHANGES, NAMES, VARIANTS, Rows, Variant, build
 from neurocoder_lab.continual.methods import TITLES
 from neurocoder_lab.continual.optimisers import adam
+from neurocoder_lab.continual.stream import MultiHead
 from neurocoder_lab.continual.training import METRICS, Learner, StreamConfig
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.features import features
@@ -92,10 +93,11 @@ class Reader(Learner):
         """How often that layer reads each slot for images of a task: shares that sum to 1."""
         counts = torch.zeros(layer.slots)
 
-        def look(layer: nc.Linear, given: tuple[Tensor, ...]) -> None:
-            counts.add_(torch.bincount(layer.reads(*given)[:, 1].flatten(), minlength=layer.slots).cpu())
+        def look(layer: nc.Linear, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            reads = named["reads"] if "reads" in named else layer.reads(*given)
+            counts.add_(torch.bincount(reads[:, 1].flatten(), minlength=layer.slots).cpu())
 
-        hook = layer.register_forward_pre_hook(look)
+        hook = layer.register_forward_pre_hook(look, with_kwargs=True)
         for x in self.stream.test[task][0][:LOOKED_AT].split(BATCH):
             self.stream.logits(self.model, x.to(self.accelerator.device), task)
         hook.remove()
@@ -144,6 +146,10 @@ def start(config: LargeMemory) -> Reader:
         prepare if digits else Tensor.float,
     )
     model = build(config.variant, config.scenario, stream.train[0][0].shape[1])
+    first = (model.body if isinstance(model, MultiHead) else model)[0]
+    if isinstance(first, Rows) and first.looks_once:
+        train, test = (tuple((first.look(x), y) for x, y in part) for part in (stream.train, stream.test))
+        stream = replace(stream, train=train, test=test)
     method = make(config.method, model, config.penalty if config.method != "adam" else None)
     learner = Reader(model, adam(model, config.rate), stream, method, config.epochs, BATCH)
     learner.fingerprint = examples.fingerprint
