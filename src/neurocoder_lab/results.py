@@ -49,6 +49,10 @@ class Runs(list):
         """The final metric of each run that has it."""
         return [run["final"][metric] for run in self if metric in run["final"]]
 
+    def shown(self) -> str:
+        """What a picture of them shows."""
+        return "mean ± std over seeds" if len({run["config"]["seed"] for run in self}) > 1 else "one seed"
+
     def curve(self, metric: str) -> Curve | None:
         """Steps, mean and standard deviation over runs of equal length; None without runs."""
         curves = [run["curve"] for run in self if metric in run["curve"]]

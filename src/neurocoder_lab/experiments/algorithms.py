@@ -250,7 +250,7 @@ def draw(runs: Runs) -> list[Picture]:
     for mine in _by_length(runs):
         ran = [model for model in MODELS if mine.where(model=model)]
         lines = {NAMES[model]: mine.where(model=model).curve("validation") for model in ran}
-        title = f"{_about(mine[0])}: bit error on held-out sequences, mean ± std over seeds"
+        title = f"{_about(mine[0])}: bit error on held-out sequences, {mine.shown()}"
         places = [name for name in PLACES if mine.values(name)]
         if len(places) == 1:
             pictures.append((title, figures.curves(lines, "bit error, %", log=False)))
@@ -260,7 +260,7 @@ def draw(runs: Runs) -> list[Picture]:
         for model in ran:
             values = [mine.where(model=model).values(place) for place in places]
             points[NAMES[model]] = [(mean(some), deviation(some)) for some in values]
-        title = f"Fig 7 right, {_about(mine[0])}: bit error of the best network, mean ± std over seeds"
+        title = f"Fig 7 right, {_about(mine[0])}: bit error of the best network, {mine.shown()}"
         pictures.append((title, figures.dots(points, {}, [PLACES[place] for place in places], "bit error, %")))
         pictures += [
             _programs(run) for model in ran for run in mine.where(model=model)[:1] if "programs" in run["final"]

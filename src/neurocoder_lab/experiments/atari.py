@@ -188,7 +188,7 @@ def draw(runs: Runs) -> list[Picture]:
             if level and lines:
                 frames = next(iter(lines.values()))[0]
                 lines["random"] = ([0, frames[-1]], [mean(level)] * 2, [deviation(level)] * 2)
-            title = f"Fig 7, {_about(mine[0])}: score, {told}; mean ± std over seeds"
+            title = f"Fig 7, {_about(mine[0])}: score, {told}; {mine.shown()}"
             pictures.append((title, figures.curves(lines, "score", log=False, over="frames")))
         for run in [run for run in mine if "programs" in run["final"]][:1]:
             title = f"{NAMES[run['config']['model']]}, {_about(run)}, seed {run['config']['seed']}"

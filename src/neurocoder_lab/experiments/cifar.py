@@ -248,7 +248,7 @@ def draw(runs: Runs) -> list[Picture]:
             if curve is not None:
                 lines[NAMES[model]] = ([*range(1, len(curve[0]) + 1)], *curve[1:])
         if any(len(epochs) > 1 for epochs, *_ in lines.values()):
-            title = f"{_about(mine[0]['config'])}: test accuracy, mean ± std over seeds"
+            title = f"{_about(mine[0]['config'])}: test accuracy, {mine.shown()}"
             pictures.append((title, figures.curves(lines, "test accuracy, %", log=False, over="epochs")))
     return pictures
 
