@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,7 @@ def bench(
         slots: slots: how many there are.
         out: also write the ratios to this JSON file; of networks, results/speed.json decides claims.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler that counts bytes prints, too
     with importing():
         from neurocoder_lab import bench, speed, throughput
         from neurocoder_lab import slots as large
