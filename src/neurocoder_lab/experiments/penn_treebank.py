@@ -344,7 +344,7 @@ EXPERIMENT = Experiment(
     tables=tabulate,
     grids=[
         _tried(("fixed",), modules=1, choices=(1,), rates=RATES),
-        _tried(("em", "reinforce"), modules=5, choices=(1, 3), rates=RATES[1:4]),
-        _tried(("topk",), modules=5, choices=(1,), rates=RATES[1:4]),
+        _tried(("em", "reinforce", "topk"), modules=5, choices=(1,), rates=RATES[1:]),
+        _tried(("em", "reinforce"), modules=5, choices=(3,), rates=RATES[1:4]),
     ],
 )  # fmt: skip
