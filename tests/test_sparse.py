@@ -278,6 +278,8 @@ def test_what_was_found_once_need_not_be_searched_again(options, monkeypatch):
     for wrong in (reads.float(), reads[..., 0], reads[:3]):
         with pytest.raises(ValueError, match=r"int64 of \(..., 3, 2, 1\)"):
             layer(x, reads=wrong)
+    with pytest.raises(ValueError, match=f"slots 0 to {layer.slots - 1}, reads has"):
+        layer(x, reads=reads + layer.slots)
     with pytest.raises(ValueError, match="call the layer without reads="), nc.trace(layer):
         layer(x, reads=reads)
 

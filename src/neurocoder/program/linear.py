@@ -19,6 +19,7 @@ from neurocoder.program.composition import Composition
 from neurocoder.program.controller import LinearController
 from neurocoder.program.conv import Conv2d
 from neurocoder.program.gates import residual_scale
+from neurocoder.program.kept import plainly
 from neurocoder.program.kernel import fused, lean
 from neurocoder.program.layer import ProgramLayer, by_input
 from neurocoder.program.options import Options, spelled_out
@@ -270,6 +271,12 @@ class Linear(ProgramLayer):
                 f"reads must be as layer.reads gives them for x, int64 of (..., {', '.join(map(str, shape))}); "
                 f"got {reads.dtype} of {tuple(reads.shape)} for x of {tuple(x.shape)}"
             )
+        if type(reads) is Tensor and reads.is_cpu and not plainly() and reads.numel():
+            least, most = (end.item() for end in torch.aminmax(reads))
+            if least < 0 or most >= self.slots:
+                raise ValueError(
+                    f"there are slots 0 to {self.slots - 1}, reads has {least} to {most}: another layer's?"
+                )
         return lead, x.reshape(-1, self.in_features), reads.reshape(-1, *shape)
 
     def extra_repr(self) -> str:
