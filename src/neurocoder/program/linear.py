@@ -216,6 +216,12 @@ class Linear(ProgramLayer):
         _, x_YI, control_NC = self._arrange(x, control)
         return self.compose(self.looked_at(x_YI, control_NC))
 
+    @property
+    def looks_once(self) -> bool:
+        """Whether `reads` can stand for the control: the slots of an input never change, and are all that counts."""
+        how = self.addressing
+        return how.fixed and how.top_k == 1 and self.gathers and self.residual is None
+
     @torch.no_grad()
     def reads(self, x: Tensor, control: Tensor | None = None) -> Tensor:
         """With `top_k`, the slots that each component reads of each bank, (..., 3, components, top_k).
@@ -256,8 +262,7 @@ class Linear(ProgramLayer):
 
     def _arrange_reads(self, x: Tensor, reads: Tensor) -> tuple[tuple[int, ...], Tensor, Tensor]:
         """The same, with what `reads` found in place of the control."""
-        how = self.addressing
-        if not (how.fixed and how.top_k == 1 and self.gathers and self.residual is None):
+        if not self.looks_once:
             raise ValueError(
                 "reads= stands for the control of a layer with addresses='fixed' and top_k=1, of many slots, without a "
                 "residual program: others look at their input at every call"

@@ -148,8 +148,7 @@ class Rows(nn.Module):
     @property
     def looks_once(self) -> bool:
         """Whether what an input reads is all that counts of it, and never changes."""
-        how = self.layer.addressing
-        return how.fixed and how.top_k == 1 and self.layer.gathers and self.residual is None
+        return self.layer.looks_once and self.residual is None
 
     def look(self, x: Tensor) -> Tensor:
         """The rows that inputs read, where each head reads one."""
