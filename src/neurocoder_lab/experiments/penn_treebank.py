@@ -51,7 +51,8 @@ NAMES = METHODS | {"fixed": "baseline"}
 EMBEDDING, UNITS, BATCH, STEPS = 32, 8, 128, 35
 MEASURED = 32  # streams in which a text is measured: each starts without a state
 ITERATIONS = {"smoke": 20, "desk": 3000, "paper": 50_000}
-RATES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of Adam, tried on held-out data
+RATES = (0.003, 0.01, 0.03)  # of Adam, tried on held-out text
+SLOW = 0.001  # of budget paper: at the desk's rates the baseline knows its training text by heart after 2,000 iterations
 EVALUATIONS = 40  # of a run, so that Fig 4 shows noise; one costs as much as seven iterations
 SHOWN, STAGES = 2, (0.0, 0.02, 0.1, 0.3)  # Fig 5: segments, and when, as shares of training; and at the end
 
@@ -71,7 +72,8 @@ class PennTreebank(Config):
     m_steps: int = BETWEEN
     """Gradient steps between the E-steps of EM."""
     rate: float | None = None
-    """Learning rate of Adam; by default as chosen on held-out text for the method and K, with 5 modules or one."""
+    """Learning rate of Adam; by default as chosen on held-out text for the method and K, with 5 modules or one; of
+    budget paper 0.001."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +88,7 @@ class PennTreebank(Config):
 
 def fill(config: PennTreebank) -> dict[str, Any]:
     place = {"modules": 1, "choices": 1} if config.method == "fixed" else {"modules": 5, "choices": config.choices}
-    rate = best("penn-treebank", "rate", method=config.method, **place)
+    rate = best("penn-treebank", "rate", method=config.method, **place) if config.budget != "paper" else SLOW
     return {"iterations": ITERATIONS[config.budget], "rate": rate or 0.01}
 
 
@@ -324,9 +326,11 @@ def draw(runs: Runs) -> list[Picture]:
     return pictures
 
 
-def _tried(methods: tuple[Method, ...], modules: int, choices: tuple[int, ...], rates: tuple[float, ...]) -> Grid:
-    at = {"method": methods, "modules": (modules,), "choices": choices}
-    return Grid(at, lambda place: {"rate": rates}, {"iterations": 1500}, "validation_perplexity", lower=True)
+def _tried(
+    methods: tuple[Method, ...], modules: int, choices: int, rates: tuple[float, ...] = RATES, iterations: int = 3000
+) -> Grid:
+    at = {"method": methods, "modules": (modules,), "choices": (choices,)}
+    return Grid(at, lambda place: {"rate": rates}, {"iterations": iterations}, "validation_perplexity", lower=True)
 
 
 EXPERIMENT = Experiment(
@@ -343,8 +347,10 @@ EXPERIMENT = Experiment(
     figures=draw,
     tables=tabulate,
     grids=[
-        _tried(("fixed",), modules=1, choices=(1,), rates=RATES),
-        _tried(("em", "reinforce", "topk"), modules=5, choices=(1,), rates=RATES[1:]),
-        _tried(("em", "reinforce"), modules=5, choices=(3,), rates=RATES[1:4]),
+        # where 0.03 is best after 1,500 iterations it need not be after the desk's 3,000
+        _tried(("fixed",), modules=1, choices=1),
+        _tried(("em", "reinforce"), modules=5, choices=1, rates=RATES[1:]),
+        _tried(("topk",), modules=5, choices=1, iterations=1500),
+        _tried(("em", "reinforce"), modules=5, choices=3, iterations=1500),
     ],
 )  # fmt: skip
