@@ -125,7 +125,7 @@ def sparse_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def sparse_steps(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     rest, rows = nc.split_parameters(model)
-    optimisers = [torch.optim.Adam(rest, 0.01), torch.optim.SparseAdam(rows, 0.01)]
+    optimisers = [torch.optim.Adam(rest, 0.01), nc.SparseAdam(rows, 0.01)]
     for _ in range(3):
         for optimiser in optimisers:
             optimiser.zero_grad()

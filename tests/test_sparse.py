@@ -105,7 +105,7 @@ def test_rows_that_were_not_read_stay_where_they_are():
     layer = nc.Linear(8, 4, slots=50, heads=2, top_k=1, one_choice=True, addresses="fixed", sparse=True)
     before = copy.deepcopy(layer)
     rest, rows = nc.split_parameters(layer)
-    optimisers = [torch.optim.Adam(rest, 0.1), torch.optim.SparseAdam(rows, 0.1)]
+    optimisers = [torch.optim.Adam(rest, 0.1), nc.SparseAdam(rows, 0.1)]
     read = torch.zeros(50, dtype=torch.bool)
     for _ in range(5):
         x = torch.randn(3, 8)

@@ -6,6 +6,7 @@ from neurocoder.checkpoint import load, save
 from neurocoder.conditional import Conditional, register
 from neurocoder.diagnosis import Diagnosis, Report, diagnose
 from neurocoder.functional import Rules
+from neurocoder.optimiser import SparseAdam
 from neurocoder.parameters import split_parameters
 from neurocoder.program import Conv2d, Linear, ProgramMemory, cached, freeze
 from neurocoder.recode import recode
@@ -29,6 +30,7 @@ __all__ = [
     "Record",
     "Report",
     "Rules",
+    "SparseAdam",
     "Trace",
     "auxiliary",
     "cached",

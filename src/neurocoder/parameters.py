@@ -10,7 +10,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     `sparse=True`, and of `nn.Embedding(sparse=True)`. Each is listed once; what is frozen is left out::
 
         rest, rows = nc.split_parameters(model)
-        optimisers = [torch.optim.Adam(rest), torch.optim.SparseAdam(rows)]
+        optimisers = [torch.optim.Adam(rest), nc.SparseAdam(rows)]
 
     `SparseAdam` moves the rows that were read, and no others; `torch.optim.SGD` and `Adagrad` take both kinds.
     """

@@ -49,13 +49,6 @@ class Slots:
         rows, counts = torch.unique_consecutive(at, return_counts=True)
         return rows, F.pad(counts.cumsum(0), (1, 0)), order // max(1, self.slot_NS.shape[1]), order
 
-    def added(self, d_kRN: Tensor, column_P1: Tensor, sparse: bool) -> Tensor:
-        """The gradient of a table with one number a slot, from that of what was read."""
-        at, values = self.slot_kRN.flatten(), d_kRN.flatten()
-        if not sparse:
-            return torch.zeros_like(column_P1).index_add_(0, at, values[:, None])
-        return torch.sparse_coo_tensor(at[None], values[:, None], column_P1.shape, check_invariants=False)
-
     def gradient(self, values: Tensor, table: Tensor) -> Tensor:
         """The sparse gradient of a table with one row a slot, from that of the rows that anybody reads."""
         return torch.sparse_coo_tensor(
@@ -154,7 +147,7 @@ class _Compose(torch.autograd.Function):
         d_x = _sums(left.slot_NS, left_PI, d_read_NS) if needed[0] else None
         d_sigma_RN = through if d_sigma_RN is None else through.add_(d_sigma_RN)
         d_attended_RN = (ladder(attended_RN, setting.order).t() @ d_sigma_RN).mul_(attended_RN.sigmoid())
-        d_column = value.added(d_attended_RN * s, column_P1, setting.sparse) if needed[4] else None
+        d_column = _column(d_attended_RN * s, column_P1, value, setting.sparse) if needed[4] else None
         d_weight = None
         if needed[1]:
             d_w, d_s = d_inner_RN * read_kRN, d_attended_RN * held_kRN
@@ -238,3 +231,11 @@ def _outer(weight_NS: Tensor, x_NI: Tensor, bank_PI: Tensor, slots: Slots, room:
             F.embedding_bag(readers, x_NI, bounds, per_sample_weights=weights, mode="sum", include_last_offset=True)
         )
     return slots.gradient(room, bank_PI) if sparse else torch.zeros_like(bank_PI).index_copy_(0, rows, room)
+
+
+def _column(d_kRN: Tensor, column_P1: Tensor, slots: Slots, sparse: bool) -> Tensor:
+    """The gradient of a table with one number a slot, from that of what was read."""
+    if not sparse:
+        return torch.zeros_like(column_P1).index_add_(0, slots.slot_kRN.flatten(), d_kRN.flatten()[:, None])
+    one_N1, room = d_kRN.new_ones(d_kRN.shape[-1], 1), d_kRN.new_empty(len(slots.readers[0]), 1)
+    return _outer(_rowwise(d_kRN), one_N1, column_P1, slots, room, sparse)

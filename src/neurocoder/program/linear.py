@@ -58,7 +58,7 @@ class Linear(ProgramLayer):
             found without a score for each. For large memories. `key_dim` must be even.
         sparse: with `top_k`, gradients of what has one row a slot are sparse, as those of `nn.Embedding(sparse=True)`:
             they have the rows that were read. `nc.split_parameters` tells them from the others, for
-            `torch.optim.SparseAdam`; there is no orthogonal loss, which would move every row.
+            `neurocoder.SparseAdam`; there is no orthogonal loss, which would move every row.
         memory: a `ProgramMemory` to share with another layer of the same shape.
         compat: "authors" takes all the choices of the authors' published code.
         rules: those choices one by one.

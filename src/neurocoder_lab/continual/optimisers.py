@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam, Optimizer, SparseAdam
+from torch.optim import Adam, Optimizer
 
 import neurocoder as nc
 
@@ -44,4 +44,4 @@ def adam(model: nn.Module, rate: float) -> Optimizer:
     """Adam; of what has sparse gradients, only the rows that were read move."""
     rest, rows = nc.split_parameters(model)
     dense = Adam(rest, lr=rate, fused=True)
-    return Together(dense, SparseAdam(rows, lr=rate)) if rows else dense
+    return Together(dense, nc.SparseAdam(rows, lr=rate)) if rows else dense
