@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from neurocoder_lab import claims, results, speed
 from neurocoder_lab.cli import main
@@ -118,6 +119,20 @@ def test_it_learns(tmp_path):
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert final["validation"] > 50  # chance: 10
     assert "test" not in final
+
+
+def test_lenet_may_pool_before_it_rectifies():
+    torch.manual_seed(0)
+    network = cifar.plain("lenet", 10, 0).double()
+    first, pool, relu, second = network[:4]
+    usual = nn.Sequential(first, relu, pool, second, relu, pool, *network[6:])
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    y, gradients = [], []
+    for each in (network, usual):
+        y.append(each(x))
+        gradients.append(torch.autograd.grad(y[-1].square().sum(), [*network.parameters()]))
+    assert torch.equal(*y)
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_sweep_leaves_all_dense_to_lenet():
