@@ -7,11 +7,12 @@ import subprocess
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from neurocoder_lab.store import read_json, write_json
 
 PACKAGES = ("torch", "safetensors", "accelerate")
+Precision = Literal["no", "bf16", "fp16"]  # what is mixed with float32
 
 
 @cache

@@ -16,7 +16,7 @@ from contextlib import closing, nullcontext
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,13 +27,12 @@ import neurocoder as nc
 from neurocoder_lab.checkpoints import capture, load_checkpoint, restore, save_checkpoint
 from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.provenance import environment, note, source
+from neurocoder_lab.provenance import Precision, environment, note, source
 from neurocoder_lab.signals import stopping
 from neurocoder_lab.store import locked, make_folder, read_json, write_json
 from neurocoder_lab.task import Config, Experiment, Task, as_dict
 
 CONFIG_FORMAT = 1
-Precision = Literal["no", "bf16", "fp16"]
 
 
 def folder_of(experiment: Experiment, config: Config, runs: Path) -> Path:

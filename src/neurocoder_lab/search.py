@@ -31,15 +31,16 @@ def tune(
     runs: Path,
     results: Path,
     seeds: int,
-    workers: int,
     settings: tuple[str, ...] = (),
     axes: dict[str, tuple[Any, ...]] | None = None,
+    **how: Any,
 ) -> None:
     """Run the experiment's grids, one after the other: a later one may build on what an earlier one found.
 
     Args:
         settings: grids that choose one of these; by default all.
         axes: the places to tune at, as values of axes; by default all.
+        how: to run, as in `sweep.sweep`.
     """
     if not experiment.grids:
         raise LabError(f"{experiment.name} has nothing to tune")
@@ -53,7 +54,7 @@ def tune(
     failed: dict[Config, str] = {}
     for grid in grids:
         with at(results):
-            rows = _try(experiment, grid, runs, seeds, workers, failed)
+            rows = _try(experiment, grid, runs, seeds, how, failed)
         with waiting_for(results):
             places = [place_of(row) for row in rows]
             others = [row for row in read(results / "tuned.json") if place_of(row) not in places]
@@ -81,7 +82,7 @@ def _told(grid: Grid) -> str:
 
 
 def _try(
-    experiment: Experiment, grid: Grid, runs: Path, seeds: int, workers: int, failed: dict[Config, str]
+    experiment: Experiment, grid: Grid, runs: Path, seeds: int, how: dict[str, Any], failed: dict[Config, str]
 ) -> list[Row]:
     """One row a place: what every combination of values gave there."""
 
@@ -97,7 +98,7 @@ def _try(
         for place in _combinations(grid.over)
         for values in _combinations(grid.values(place))
     ]
-    for outcome in sweep(experiment, [config for *_, some in tried for config in some], runs, workers=workers):
+    for outcome in sweep(experiment, [config for *_, some in tried for config in some], runs, **how):
         if outcome.error is not None:
             failed[outcome.config] = outcome.error
             print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)

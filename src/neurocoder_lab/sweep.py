@@ -20,7 +20,7 @@ from typing import Any, cast
 from neurocoder_lab import experiments, results
 from neurocoder_lab.errors import LabError, Stopped
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.provenance import dirty
+from neurocoder_lab.provenance import Precision, dirty
 from neurocoder_lab.run import execute, finished, folder_of
 from neurocoder_lab.signals import end_with, handling, stopping
 from neurocoder_lab.store import make_folder, read_json, replacing
@@ -62,6 +62,7 @@ def sweep(
     workers: int = 1,
     cluster: str | None = None,
     checkpoint_seconds: float = 30.0,
+    precision: Precision = "no",
 ) -> list[Outcome]:
     """Run what is not finished yet; one outcome a config, in their order."""
     make_folder(runs)
@@ -73,7 +74,7 @@ def sweep(
         except LabError as error:
             outcomes[config] = Outcome(config, str(error))
     go = _on_ray(cluster) if cluster else _on_processes(workers, experiment)
-    jobs = [(experiment.name, config, runs, checkpoint_seconds) for config in todo]
+    jobs = [(experiment.name, config, runs, checkpoint_seconds, precision) for config in todo]
     with Progress(f"{experiment.name} sweep", len(configs), len(configs) - len(todo)) as progress:
         for done, (job, error) in enumerate(go(jobs), len(configs) - len(todo) + 1):
             outcomes[job[1]] = Outcome(job[1], error)
@@ -131,14 +132,14 @@ def _distilled(experiment: Experiment, config: Config, runs: Path) -> dict[str, 
     return {"config": as_dict(experiment.resolve(config)), **result, "curve": curve, "environment": environment}
 
 
-Job = tuple[str, Config, Path, float]
+Job = tuple[str, Config, Path, float, Precision]
 
 
 def _one(job: Job) -> str | None:
     """Run one job in this process; returns what went wrong."""
-    name, config, runs, seconds = job
+    name, config, runs, seconds, precision = job
     try:
-        execute(experiments.get(name), config, runs, checkpoint_seconds=seconds, quiet=True)
+        execute(experiments.get(name), config, runs, checkpoint_seconds=seconds, precision=precision, quiet=True)
     except LabError as error:
         return str(error)
     except Stopped:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from neurocoder_lab.provenance import Precision
+
 RUNS = Path("runs")
 
 
@@ -19,6 +21,8 @@ class Engine:
     """Folder of all runs: each has <experiment>/<name>/seed-N in it, and goes on there if it was stopped."""
     checkpoint_seconds: float = 30.0
     """Time between checkpoints."""
+    precision: Precision = "no"
+    """Mixed precision."""
 
 
 def option(name: str, kind: Any, default: Any, told: str) -> tuple[str, Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -24,7 +24,6 @@ def run(experiment: Experiment, arguments: list[str]) -> int:
             flat("config", experiment.config()),
             flat("engine", Engine()),
             option("results", Path, results.folder(), "Folder of results: what was tuned beside them counts."),
-            option("precision", Literal["no", "bf16", "fp16"], "no", "Mixed precision."),
             option("threads", int, 1, "CPU threads."),
         ],
     )
@@ -38,7 +37,7 @@ def run(experiment: Experiment, arguments: list[str]) -> int:
             args.config,
             engine.runs,
             checkpoint_seconds=engine.checkpoint_seconds,
-            precision=args.precision,
+            precision=engine.precision,
             threads=args.threads,
         )
         folder = folder_of(experiment, args.config, engine.runs)

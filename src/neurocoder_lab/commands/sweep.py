@@ -41,6 +41,7 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
             workers=args.workers,
             cluster=args.cluster,
             checkpoint_seconds=args.engine.checkpoint_seconds,
+            precision=args.engine.precision,
         )
     except Stopped:
         distil(experiment, todo, args.engine.runs, args.results, command, args.dirty)

@@ -11,6 +11,7 @@ import tyro
 from neurocoder_lab import results
 from neurocoder_lab.commands.options import RUNS, axes, option
 from neurocoder_lab.errors import LabError
+from neurocoder_lab.provenance import Precision
 
 if TYPE_CHECKING:
     from neurocoder_lab.task import Experiment
@@ -32,6 +33,7 @@ def tune(experiment: Experiment, arguments: list[str]) -> int:
             option("runs", Path, RUNS / "tuning", "Folder of the runs."),
             option("results", Path, results.folder(), "Folder of results, where tuned.json goes."),
             option("workers", int, 1, "Local processes, one thread each."),
+            option("precision", Precision, "no", "Mixed precision."),
         ],
     )
     about = (
@@ -41,5 +43,6 @@ def tune(experiment: Experiment, arguments: list[str]) -> int:
     args = tyro.cli(kind, prog=f"neurocoder tune {experiment.name}", description=about, args=arguments)
     # an axis that was left as it is narrows nothing: not every grid has all of its values
     narrowed = {name: getattr(args, name) for name, values in places.items() if getattr(args, name) != values}
-    search.tune(experiment, args.runs, args.results, args.seeds, args.workers, args.settings, narrowed)
+    how = {"workers": args.workers, "precision": args.precision}
+    search.tune(experiment, args.runs, args.results, args.seeds, args.settings, narrowed, **how)
     return 0

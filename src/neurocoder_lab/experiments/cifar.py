@@ -201,11 +201,13 @@ def paper(dataset: Dataset, network: Network) -> dict[str, float]:
     return next(claim["paper"] for claim in published() if claim["id"] == f"nc-{dataset}-{network}")
 
 
-def _about(config: dict[str, Any]) -> str:
-    """What was trained for how long, where that is less than all."""
+def _about(runs: Runs) -> str:
+    """What was trained for how long, where that is less than all, and in which precision, where that is not full."""
+    config, mixed = runs[0]["config"], {run.get("environment", {}).get("precision", "no") for run in runs} - {"no"}
     length = f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}" + (
         f" of {config['examples']:,} pictures" if config["examples"] < 50_000 else ""
     )
+    length += f", {' and '.join(sorted(mixed))}" if mixed else ""
     if config["network"] != "densenet":
         return f"{TITLES[config['network']]}, {TITLES[config['dataset']]}, {length}"
     short = "" if config["budget"] == "paper" else "; much shortened, no verdict"
@@ -234,7 +236,7 @@ def tabulate(runs: Runs) -> list[Table]:
                     f"{max(accuracy):.2f}", f"{theirs:.2f}" if theirs else "-", spread(ran.values("train")),
                 ])  # fmt: skip
         header = ["model", "parameters", "rate", "test accuracy, %", "best", "paper, best of 5", "in training, %"]
-        tables.append((_about(mine[0]["config"]), header, rows))
+        tables.append((_about(mine), header, rows))
     return tables
 
 
@@ -248,7 +250,7 @@ def draw(runs: Runs) -> list[Picture]:
             if curve is not None:
                 lines[NAMES[model]] = ([*range(1, len(curve[0]) + 1)], *curve[1:])
         if any(len(epochs) > 1 for epochs, *_ in lines.values()):
-            title = f"{_about(mine[0]['config'])}: test accuracy, {mine.shown()}"
+            title = f"{_about(mine)}: test accuracy, {mine.shown()}"
             pictures.append((title, figures.curves(lines, "test accuracy, %", log=False, over="epochs")))
     return pictures
 
