@@ -51,7 +51,7 @@ NAMES = METHODS | {"fixed": "baseline"}
 EMBEDDING, UNITS, BATCH, STEPS = 32, 8, 128, 35
 MEASURED = 32  # streams in which a text is measured: each starts without a state
 ITERATIONS = {"smoke": 20, "desk": 3000, "paper": 50_000}
-RATES, SLOW = (0.003, 0.01, 0.03), 0.001  # of Adam, tried on held-out text; of budget paper, where those overfit
+RATES, SLOW = (0.003, 0.01, 0.03), 0.0003  # of Adam, tried on held-out text; of budget paper, where those overfit
 EVALUATIONS = 40  # of a run, so that Fig 4 shows noise; one costs as much as seven iterations
 SHOWN, STAGES = 2, (0.0, 0.02, 0.1, 0.3)  # Fig 5: segments, and when, as shares of training; and at the end
 
@@ -71,7 +71,7 @@ class PennTreebank(Config):
     m_steps: int = BETWEEN
     """Gradient steps between the E-steps of EM."""
     rate: float | None = None
-    """Learning rate of Adam; by default as chosen on held-out text for the method and K; of budget paper 0.001."""
+    """Learning rate of Adam; by default as chosen on held-out text for the method and K; of budget paper 0.0003."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,8 +343,8 @@ EXPERIMENT = Experiment(
     figures=draw,
     tables=tabulate,
     grids=[
-        # where 0.03 is best after 1,500 iterations it need not be after the desk's 3,000
-        _tried(3000, RATES, 1, 1, "fixed"), _tried(3000, RATES[1:], 5, 1, "em", "reinforce"),
-        _tried(1500, RATES, 5, 1, "topk"), _tried(1500, RATES, 5, 3, "em", "reinforce"),
+        # where 0.03 is clearly the best after 1,500 iterations it need not be after the desk's 3,000
+        _tried(3000, RATES, 1, 1, "fixed"), _tried(3000, RATES[1:], 5, 1, "em"),
+        _tried(1500, RATES, 5, 1, "reinforce", "topk"), _tried(1500, RATES, 5, 3, "em", "reinforce"),
     ],
 )  # fmt: skip
