@@ -49,6 +49,10 @@ class Runs(list):
         """The final metric of each run that has it."""
         return [run["final"][metric] for run in self if metric in run["final"]]
 
+    def lowest(self, metric: str) -> list[float]:
+        """The lowest that each run came to on its way."""
+        return [min(run["curve"][metric]) for run in self if run["curve"].get(metric)]
+
     def shown(self) -> str:
         """What a picture of them shows."""
         return "mean ± std over seeds" if len({run["config"]["seed"] for run in self}) > 1 else "one seed"

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from neurocoder_lab import slots
+import neurocoder as nc
+from neurocoder_lab import slots, tuning
 from neurocoder_lab.cli import main
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import large_memory
@@ -42,6 +44,18 @@ def test_a_run_ends_with_what_it_measures(variant, tmp_path):
     assert torch.allclose(shared.diagonal(), torch.ones(5), atol=1e-3)
     assert torch.equal(shared, shared.t())
     assert len(final["overwritten"]) == 4
+
+
+def test_the_gates_of_experts_learn(tmp_path):
+    config = EXPERIMENT.resolve(LargeMemory(variant="moe", budget="smoke", epochs=1))
+    learner = large_memory.start(config)
+    learner.attach(Accelerator(cpu=True))
+    layers = [module for module in learner.model.modules() if isinstance(module, nc.peers.MixtureOfExperts)]
+    assert len(layers) == 2
+    assert not any(layer.gate.abs().sum() for layer in layers)
+    for index in range(2):
+        learner.step(index)
+    assert all(layer.gate.abs().sum() for layer in layers)
 
 
 def test_a_run_that_was_stopped_ends_as_it_would_have(tmp_path):
@@ -85,11 +99,13 @@ def test_all_classes_at_once_are_one_task(tmp_path):
     assert len(final["matrix"]) == 2
     with pytest.raises(LabError, match="nothing is forgotten"):
         LargeMemory(scenario="joint", method="si")
+    with pytest.raises(LabError, match="moe learns by adam alone: penalties are chosen for memories and mlp"):
+        LargeMemory(variant="moe", method="si")
     with pytest.raises(LabError, match="adam has no penalty"):
         LargeMemory(penalty=1.0)
 
 
-def test_tables_and_pictures(tmp_path):
+def test_tables_and_pictures(tmp_path, monkeypatch):
     runs = []
     for variant, scenario in (("sparse", "domain"), ("sparse", "joint"), ("mlp", "domain"), ("mlp", "joint")):
         config = LargeMemory(variant=variant, scenario=scenario, budget="smoke", epochs=1)
@@ -97,9 +113,14 @@ def test_tables_and_pictures(tmp_path):
         rows = [json.loads(line) for line in (folder_of(EXPERIMENT, config, tmp_path) / "metrics.jsonl").open()]
         runs.append({"config": vars(EXPERIMENT.resolve(config)), "final": final, "seconds": 1.0,
                      "curve": {name: [row[name] for row in rows] for name in rows[0]}})  # fmt: skip
-    ((_, header, rows),) = large_memory.tabulate(Runs(runs))
-    assert header == ["variant", "parameters", "domain, Adam", "joint, Adam"]
-    assert len(rows) == 2
+    tried = [{"values": {"variant": variant}, "n": 3, "mean": 70.0, "std": 1.0} for variant in ("sparse", "top-2")]
+    row = {"experiment": "large-memory", "place": {"dataset": "mnist"}, "lower": False, "tried": tried}
+    for module in (large_memory, tuning):
+        monkeypatch.setattr(module, "known", lambda: [row])
+    (_, header, rows), (_, _, held_out) = large_memory.tabulate(Runs(runs))
+    assert header == ["variant", "what it is", "trained parameters", "domain, Adam", "joint, Adam"]
+    assert [line[0] for line in rows] == ["sparse", "mlp"]
+    assert [line[::2] for line in held_out] == [["sparse", "70 ± 1 (3)"], ["top-2", "70 ± 1 (3)"]]
     assert len(large_memory.draw(Runs(runs))) == 2
 
 

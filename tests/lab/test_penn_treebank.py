@@ -148,7 +148,7 @@ def test_smoke_runs_and_what_is_shown_of_them(tmp_path):
     assert titles[3:] == ["Table 2", "Table 2"]
     title, header, table_1 = penn_treebank.tabulate(runs)[0]
     assert title.endswith("; a segment had 1 E-steps of EM, a verdict takes 5")
-    assert table_1[0][header.index("paper, 50,000")] == "229.7"
+    assert table_1[0][header.index("paper")] == "229.7"
     assert len(table_1) == len(rows)
     drawn = penn_treebank.draw(runs)
     assert sum(title.startswith("Fig 4") for title, _ in drawn) == 2

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from neurocoder_lab import claims, experiments, results
+from neurocoder_lab import claims, experiments, results, tuning
 from neurocoder_lab.evidence import Bound, Compare, Falls, Group, unknown, welch
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
@@ -66,6 +66,26 @@ def several(where, seeds=5, budget="desk", **numbers):
         run(where, seed, budget, **{name: value * (1 + 0.001 * (seed % 5)) for name, value in numbers.items()})
         for seed in range(seeds)
     ]
+
+
+def test_large_memories_are_compared_at_equal_size_over_ten_seeds():
+    place = {"scenario": "domain", "method": "adam", "dataset": "mnist"}
+    others = [
+        one
+        for variant in ("mlp", "moe", "peer")
+        for one in several({"variant": variant} | place, seeds=10, accuracy=55.0, parameters=250_000)
+    ]
+    chosen = tuning.best("large-memory", "variant", dataset="mnist") or "sparse"
+    for accuracy, size, seeds, wanted in (
+        (80.0, 262_000, 10, "holds"),
+        (80.0, 262_000, 9, "inconclusive"),
+        (80.0, 300_000, 10, "inconclusive"),
+        (50.0, 262_000, 10, "contradicted"),
+    ):
+        mine = several({"variant": chosen} | place, seeds=seeds, accuracy=accuracy, parameters=size)
+        assert verdict("ours-large-memory-kept", *mine, *others) == wanted
+    mine = several({"variant": chosen} | place, seeds=10, accuracy=72.0)
+    assert verdict("ours-large-memory-paper", *mine) == "contradicted"
 
 
 def test_size_and_error_on_mnist():

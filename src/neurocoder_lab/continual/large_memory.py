@@ -1,8 +1,9 @@
 """Networks for streams of tasks whose heads read a few slots of a large memory; and what they are compared with.
 
 `sparse` composes nothing but the outputs: each head adds the row that it reads, and which row that is depends on the
-input by addresses that are fixed at random. Every other variant changes one thing. Plain layers, experts and PEER get
-as many parameters.
+input by addresses that are fixed at random. The other variants change one thing of it; `learned` one of `top-2`, since
+addresses of a single slot have no gradient, and `soft-reads` one of `top-4`; `whole-input` and `two-hidden` are other
+networks of such layers. Plain layers, experts and PEER get as many parameters to train.
 """
 
 from __future__ import annotations
@@ -88,14 +89,14 @@ NAMES: dict[Variant, str] = {
     "linear": "plain linear layer",
     "mlp": "plain MLP of as many parameters",
     "moe": "mixture of 8 experts, 1 a row, of as many parameters",
-    "peer": "PEER: rank-one experts, 8 heads, the best each, of as many parameters; plain output layer",
+    "peer": "PEER: rank-one experts, 8 heads, the best 2 each, of as many parameters; plain output layer",
 }
 HIDDEN = 256
 CLASSES = 10
 AT_ONCE = 500  # inputs of which the rows are looked up
-SCALE = 30.0  # of the outputs, beside what suits rows that begin at random: a step of Adam moves them as much further
+SCALE = 30.0  # of the outputs, beside what suits a fresh layer: a step of Adam moves them as much further
 EXPERTS = 8
-PEER = {"heads": 8, "reads": 1, "key_dim": 5}
+PEER = {"heads": 8, "reads": 2, "key_dim": 5}  # of one read the scores have no gradient
 
 
 def build(variant: Variant, scenario: Scenario | Literal["joint"], width: int) -> nn.Module:
@@ -134,9 +135,8 @@ class Rows(nn.Module):
         self.residual = nn.Linear(inputs, outputs, bias=False) if residual else None
         with torch.no_grad():
             self.layer.memory.left.fill_(1)
-            if not random:
-                self.layer.memory.right.zero_()
-                self.layer.gain.mul_(SCALE)
+            self.layer.memory.right.mul_(1 / SCALE if random else 0.0)
+            self.layer.gain.mul_(SCALE)
 
     def forward(self, x: Tensor) -> Tensor:
         one = self.layer.gain.new_ones(len(x), 1)

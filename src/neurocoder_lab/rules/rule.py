@@ -109,7 +109,7 @@ def steady(group: Group, other: Group, must: bool = True) -> Condition:
 def no_larger(group: dict[str, Any], other: dict[str, Any], share: float = 1.0) -> Condition:
     """A count of parameters, in which chance plays no part."""
     return Condition(
-        f"at most {share:g} of the parameters" if share < 1 else "not more parameters",
+        f"at most {share:g} of the parameters" if share != 1 else "not more parameters",
         [Group(group, "parameters", lower=True), Group(other, "parameters", lower=True)],
         lambda values: max(values[0]) <= share * min(values[1]),
         lambda values: f"{max(values[0]):,.0f} against {min(values[1]):,.0f} parameters",
