@@ -15,7 +15,10 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
 import neurocoder
+from neurocoder_lab import results, speed
 from neurocoder_lab.cli import main
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 project = "neurocoder"
 author = "the authors of neurocoder"
@@ -68,7 +71,7 @@ class LinkNames(SphinxPostTransform):
 def judged() -> list[dict]:
     """What `neurocoder claims --json` prints."""
     with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()):
-        status = main(["claims", "--json", "--results", str(Path(__file__).parent.parent / "results")])
+        status = main(["claims", "--json", "--results", str(RESULTS)])
     assert status == 0
     return json.loads(printed.getvalue())
 
@@ -93,6 +96,16 @@ class Claims(SphinxDirective):
         return [table, *rest]
 
 
+class Speed(SphinxDirective):
+    """The table of `neurocoder bench networks`, of what was measured last."""
+
+    def run(self) -> list[nodes.Node]:
+        _, header, rows = speed.tabulate(results.load(RESULTS, "speed"))
+        lines = [header, ["---"] * len(header), *rows]
+        return self.parse_text_to_nodes("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("claims", Claims)
+    app.add_directive("speed", Speed)
     app.add_post_transform(LinkNames)

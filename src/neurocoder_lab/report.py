@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jinja2 import Environment
 
-from neurocoder_lab import claims, experiments, provenance, results
+from neurocoder_lab import claims, experiments, provenance, results, speed
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import Verdict
 from neurocoder_lab.store import make_folder, replacing
@@ -53,8 +53,15 @@ def write(folder: Path, out: Path, dirty: bool = False) -> Path:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         (files("neurocoder_lab") / "report.html.jinja").read_text()
     )
+    timed = results.load(folder, "speed", dirty)
     page = template.render(
-        claims=judged, experiments=shown, counts=counts, source=provenance.source(), folder=folder, hidden=hidden
+        claims=judged,
+        experiments=shown,
+        counts=counts,
+        source=provenance.source(),
+        folder=folder,
+        hidden=hidden,
+        speed=speed.tabulate(timed) if timed else None,
     )
     make_folder(out.parent)
     with replacing(out) as temporary:

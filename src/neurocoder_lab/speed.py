@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, get_args
 
+import rich.table
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,6 +37,7 @@ from neurocoder_lab.modules import BETWEEN, Lesson
 from neurocoder_lab.provenance import processor, source
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import rules
+from neurocoder_lab.task import Table
 from neurocoder_lab.turing import TuringMachine
 
 Name = Literal["mlp", "lenet", "densenet", "polynomial-gru", "ntm", "penn-treebank"]
@@ -176,6 +177,22 @@ def lacking(runs: Runs) -> list[str]:
     return [network for network in NETWORKS if network in few]
 
 
+def tabulate(runs: Runs) -> Table:
+    """Every variant of every network that was measured; the ratios, and how far those of the draws lie apart."""
+    rows = []
+    for network in NETWORKS:
+        here = runs.where(network=network)
+        for name in dict.fromkeys(run["config"]["model"] for run in here):
+            mine = here.where(model=name)
+            ratios, times, rates = (mine.values(metric) for metric in ("step_ratio", "milliseconds", "time_steps"))
+            span = f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            size, told = f"{mine[0]['final']['parameters']:,}", f"{mean(rates):,.0f}" if rates else "-"
+            rows.append([network, name, f"{mean(times):.1f}", span, size, told])
+    header = ["network", "variant", "step, ms", "over the plain network", "parameters", "time steps a second"]
+    where = sorted({run["environment"].get("processor", platform.machine()) for run in runs})
+    return f"A training step of whole networks, one thread, {' and '.join(where)}", header, rows
+
+
 def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | None) -> None:
     """Print every ratio, and put them beside the results where `out` says: claims are judged by them."""
     if not networks:
@@ -187,32 +204,30 @@ def measure(networks: tuple[Name, ...], repeats: int, seeds: int, out: Path | No
     torch.set_num_threads(1)
     about = source() | {"versions": {"torch": torch.__version__}, "python": platform.python_version(),
                         "machine": platform.machine(), "processor": processor(), "threads": 1}  # fmt: skip
-    table = Table("network", "variant", "step, ms", "over the plain network", "parameters", "time steps a second")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    every = Runs()
     for network in networks:
         rounds = max(repeats // 3, 1) if network == "densenet" else repeats
-        measured = [compare(network, rounds, seed) for seed in range(seeds)]
-        for name in measured[0]:
-            ratios, times = ([one[name][metric] for one in measured] for metric in ("step_ratio", "milliseconds"))
-            span = f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            size, rates = f"{measured[0][name]['parameters']:,}", [one[name].get("time_steps", 0) for one in measured]
-            told = f"{mean(rates):,.0f}" if any(rates) else "-"
-            table.add_row(network, name, f"{mean(times):.1f}", span, size, told)
+        runs = [
+            {
+                "config": {"network": network, "model": name, "seed": seed, "budget": "desk"},
+                "final": numbers,
+                "curve": {},
+                "seconds": 0.0,
+                "environment": about | {"repeats": rounds},
+            }
+            for seed in range(seeds)
+            for name, numbers in compare(network, rounds, seed).items()
+        ]
+        every += runs
         if out is not None:
-            runs = [
-                {
-                    "config": {"network": network, "model": name, "seed": seed, "budget": "desk"},
-                    "final": numbers,
-                    "curve": {},
-                    "seconds": 0.0,
-                    "environment": about | {"repeats": rounds},
-                }
-                for seed, one in enumerate(measured)
-                for name, numbers in one.items()
-            ]
             results.merge(out.parent, out.stem, runs)
-    Console(width=None if Console().is_terminal else 120).print(table)
+    _, header, rows = tabulate(every)
+    shown = rich.table.Table(*header)
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=None if Console().is_terminal else 120).print(shown)
     few = [] if out is None else lacking(results.load(out.parent, out.stem))
     if few:
         print(f"the claims about speed lack measurements of committed code, three seeds: --networks {' '.join(few)}")

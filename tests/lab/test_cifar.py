@@ -195,6 +195,8 @@ def test_ratios_decide_claims(tmp_path, capsys, monkeypatch, ours, verdict):
     assert len(results.load(tmp_path, "speed").where(network="polynomial-gru")) == 3 * 4
     judged = {claim.id: claim.verdict for claim in claims.judge(tmp_path)}
     assert judged["nc-overhead"] == judged["nc-overhead-light"] == verdict
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text().count("1.20 (1.20 to 1.20)") > len(speed.NETWORKS)
 
 
 @pytest.mark.parametrize(
