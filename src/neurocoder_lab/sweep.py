@@ -70,7 +70,7 @@ def sweep(
     outcomes, todo = {config: Outcome(config) for config in configs}, []
     for config in configs:
         try:
-            todo += [config] if finished(experiment, config, runs) is None else []
+            todo += [config] if finished(experiment, config, runs, {"precision": precision}) is None else []
         except LabError as error:
             outcomes[config] = Outcome(config, str(error))
     go = _on_ray(cluster) if cluster else _on_processes(workers, experiment)

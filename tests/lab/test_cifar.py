@@ -71,13 +71,16 @@ def test_smoke_runs_and_their_table(tmp_path):
     assert [picture[:4] for _, picture in cifar.draw(runs)] == ["<svg"] * 2
 
 
-def test_a_sweep_in_mixed_precision_says_so(tmp_path):
+def test_a_sweep_in_mixed_precision_says_so(tmp_path, capsys):
     places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path), "--budget", "smoke", "--dirty"]
     what = ["--network", "lenet", "--model", "neurocoder", "--seeds", "1", "--precision", "bf16"]
     assert main(["sweep", "cifar", *what, *places]) == 0
     runs = results.load(tmp_path, "cifar", True)
     assert [run["environment"]["precision"] for run in runs] == ["bf16"]
     assert cifar.tabulate(runs)[0][0] == "LeNet, CIFAR-10, 2 epochs of 256 pictures, bf16"
+    (tmp_path / "cifar.json").unlink()
+    assert main(["sweep", "cifar", *what[:-2], *places]) == 1
+    assert "holds a run of another config (precision 'bf16', now 'no')" in capsys.readouterr().err
 
 
 def test_densenet_and_a_hundred_classes(tmp_path):

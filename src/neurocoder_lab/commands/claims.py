@@ -27,7 +27,7 @@ COLOURS = {
 
 
 def claims(results: Path = folder(), json: bool = False, dirty: bool = False) -> None:
-    """Every claim of both papers: their number, ours, and the verdict.
+    """Every claim of both papers, and our own: their number, ours, and the verdict.
 
     Args:
         results: folder of results.
