@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor, nn
 
 import neurocoder as nc
-from neurocoder_lab.bench import interleave, publish, table
+from neurocoder_lab.bench import interleave, record, table
 
 TABLES = ((65_536, 1, 15_000), (65_536, 2, 15_000), (65_536, 10, 15_000), (100_000, 1024, 2000))  # rows, width, moved
 
@@ -55,7 +55,8 @@ def measure(args: Args) -> None:
         ratio = {"PyTorch's, ms": round(taken["PyTorch's"], 3), "ours": round(taken["ours"] / taken["PyTorch's"], 3)}
         rows[f"{moved:,} of {count:,} rows of {width}"] = ratio
     print(table(rows))
-    publish(rows, args.repeats, args.out)
+    if args.out is not None:
+        record(args.out, rows, repeats=args.repeats)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class SparseAdam(torch.optim.SparseAdam):
         if not len(rows):
             return
         first, second = group["betas"]
-        if group["maximize"]:
+        if group.get("maximize", False):  # older states do not have it
             gradient = -gradient
         mean = state["exp_avg"].index_select(0, rows).lerp_(gradient, 1 - first)
         square = state["exp_avg_sq"].index_select(0, rows).lerp_(gradient.square(), 1 - second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,8 @@ def _part(experiment: Experiment, runs: Runs, left_out: int, judged: list[claims
     commits = sorted({provenance.commit(run["environment"]) for run in runs})
     about = f"{len(runs)} runs, {seeds} seeds, budget {budget}, {hours:.1f} core hours, commit {', '.join(commits)}, "
     about += f"torch {runs[0]['environment']['versions']['torch']}"
+    mixed = [kind for run in runs if (kind := run["environment"].get("precision", "no")) != "no"]
+    about += f"; {len(mixed)} of them in {' and '.join(sorted({*mixed}))}" if mixed else ""
     if left_out:
         about += f"; {left_out} more runs, made by code with uncommitted changes, are left out"
     return {
@@ -41,13 +44,13 @@ def write(folder: Path, out: Path, dirty: bool = False) -> Path:
     """Render the results in the folder, every budget that there is; returns the page."""
     judged = claims.judge(folder, dirty)
     shown, hidden = [], []
-    for experiment in experiments.every():
-        for budget in claims.BUDGETS:
-            every = results.load(folder, experiment.name, dirty_too=True).where(budget=budget)
-            runs = Runs(run for run in every if dirty or not provenance.dirty(run["environment"]))
-            if every and not runs:
-                hidden.append(f"{experiment.name}, budget {budget}: {len(every)} runs")
-            if runs:
+    for experiment, budget in product(experiments.every(), claims.BUDGETS):
+        every = results.load(folder, experiment.name, dirty_too=True).where(budget=budget)
+        runs = Runs(run for run in every if dirty or not provenance.dirty(run["environment"]))
+        if every and not runs:
+            hidden.append(f"{experiment.name}, budget {budget}: {len(every)} runs")
+        if runs:
+            with results.at(folder):  # what was tuned lies beside them
                 shown.append(_part(experiment, runs, len(every) - len(runs), judged))
     counts = [(verdict, sum(claim.verdict == verdict for claim in judged)) for verdict in get_args(Verdict)]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(

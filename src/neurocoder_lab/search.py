@@ -108,6 +108,7 @@ def _try(
         folders = [folder_of(experiment, config, runs) for config in ended]
         if not rows or rows[-1]["place"] != place:
             about = {"metric": grid.metric, "lower": grid.lower, "last": grid.last, "across": grid.across}
+            about |= {"precision": how["precision"]} if how.get("precision", "no") != "no" else {}
             rows.append({"experiment": experiment.name, "place": place, **about, "commits": [], "tried": []})
         scores = [_measured(grid, folder) for folder in folders]
         numbers = {"mean": round(mean(scores), 6), "std": round(deviation(scores), 6)} if scores else {}

@@ -189,7 +189,7 @@ def tabulate(runs: Runs) -> Table:
             size, told = f"{mine[0]['final']['parameters']:,}", f"{mean(rates):,.0f}" if rates else "-"
             rows.append([network, name, f"{mean(times):.1f}", span, size, told])
     header = ["network", "variant", "step, ms", "over the plain network", "parameters", "time steps a second"]
-    where = sorted({run["environment"].get("processor", platform.machine()) for run in runs})
+    where = sorted({run["environment"].get("processor") or run["environment"]["machine"] for run in runs})
     return f"A training step of whole networks, one thread, {' and '.join(where)}", header, rows
 
 

@@ -82,9 +82,12 @@ def sweep(
     return [*outcomes.values()]
 
 
-def command_of(experiment: Experiment, axes: dict[str, tuple[Any, ...]], seeds: int, budget: str) -> str:
+def command_of(
+    experiment: Experiment, axes: dict[str, tuple[Any, ...]], seeds: int, budget: str, precision: Precision = "no"
+) -> str:
     """What to type for this sweep anywhere: nothing of folders and workers, and no axis that is taken as it comes."""
     words = f"neurocoder sweep {experiment.name} --budget {budget} --seeds {seeds}"
+    words += f" --precision {precision}" if precision != "no" else ""
     for name, values in experiment.axes.items():
         if {*axes[name]} != {*experiment.main.get(name, values)}:
             words += f" --{name} {' '.join(str(value) for value in (*values, None) if value in axes[name])}"
@@ -98,6 +101,7 @@ def distil(
     folder: Path,
     command: str,
     dirty_too: bool = False,
+    precision: Precision = "no",
 ) -> Path:
     """Merge what came of those of these runs that are finished into <folder>/<experiment>.json; returns the file.
 
@@ -107,7 +111,7 @@ def distil(
     for config in configs:
         place = folder_of(experiment, config, runs)
         try:
-            run = _distilled(experiment, config, runs)
+            run = _distilled(experiment, config, runs, precision)
         except (LabError, OSError, ValueError) as error:
             print(f"left out {place}: {error}", file=sys.stderr)
             continue
@@ -121,9 +125,12 @@ def distil(
     return results.merge(folder, experiment.name, distilled)
 
 
-def _distilled(experiment: Experiment, config: Config, runs: Path) -> dict[str, Any] | None:
+def _distilled(
+    experiment: Experiment, config: Config, runs: Path, precision: Precision = "no"
+) -> dict[str, Any] | None:
     """What is published of a run; None while it is not finished."""
-    result, place = finished(experiment, config, runs), folder_of(experiment, config, runs)
+    result = finished(experiment, config, runs, {"precision": precision})
+    place = folder_of(experiment, config, runs)
     if result is None:
         return None
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]

@@ -78,6 +78,11 @@ def test_a_sweep_in_mixed_precision_says_so(tmp_path, capsys):
     runs = results.load(tmp_path, "cifar", True)
     assert [run["environment"]["precision"] for run in runs] == ["bf16"]
     assert cifar.tabulate(runs)[0][0] == "LeNet, CIFAR-10, 2 epochs of 256 pictures, bf16"
+    assert runs[0]["command"].endswith("--seeds 1 --precision bf16 --network lenet --model neurocoder")
+    assert main(["sweep", "cifar", *what[:-2], *places]) == 1
+    assert "has some of these runs with --precision bf16, not no: ask for that" in capsys.readouterr().err
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "page.html"), "--dirty"]) == 0
+    assert "; 1 of them in bf16" in (tmp_path / "page.html").read_text()
     (tmp_path / "cifar.json").unlink()
     assert main(["sweep", "cifar", *what[:-2], *places]) == 1
     assert "holds a run of another config (precision 'bf16', now 'no')" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import tyro
 from neurocoder_lab import results
 from neurocoder_lab.commands.options import Engine, axes, flat, option
 from neurocoder_lab.errors import LabError, Stopped
+from neurocoder_lab.provenance import Precision
 from neurocoder_lab.store import make_folder
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
     empty = [name for name, values in chosen.items() if not values]
     if empty or args.seeds < 1:
         raise LabError(f"nothing to run: {'--seeds must be at least 1' if not empty else f'--{empty[0]} names none'}")
-    command = command_of(experiment, chosen, args.seeds, args.budget)
+    command = command_of(experiment, chosen, args.seeds, args.budget, args.engine.precision)
     make_folder(args.results)
     with results.at(args.results):
         asked = grid(experiment, chosen, args.seeds, budget=args.budget)
         configs = [*dict.fromkeys(map(experiment.resolve, asked))]
-    todo = _missing(experiment, configs, args.results, args.dirty)
+    todo = _missing(experiment, configs, args.results, args.dirty, args.engine.precision)
     try:
         outcomes = go(
             experiment,
@@ -44,14 +45,14 @@ def sweep(experiment: Experiment, arguments: list[str]) -> int:
             precision=args.engine.precision,
         )
     except Stopped:
-        distil(experiment, todo, args.engine.runs, args.results, command, args.dirty)
+        distil(experiment, todo, args.engine.runs, args.results, command, args.dirty, args.engine.precision)
         raise
     failed = {outcome.config: outcome.error for outcome in outcomes if outcome.error is not None}
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs finished")
     for config, error in failed.items():
         print(f"failed: {experiment.label(config)} seed {config.seed}: {error}", file=sys.stderr)
     ended = [config for config in todo if config not in failed]
-    file = distil(experiment, ended, args.engine.runs, args.results, command, args.dirty)
+    file = distil(experiment, ended, args.engine.runs, args.results, command, args.dirty, args.engine.precision)
     if file.is_file():
         print(f"results in {file}; to see them: neurocoder report --results {file.parent}")
     return 1 if failed else 0
@@ -80,11 +81,22 @@ def _parsed(experiment: Experiment, arguments: list[str]) -> Any:
     return tyro.cli(kind, prog=f"neurocoder sweep {experiment.name}", description=about, args=arguments)
 
 
-def _missing(experiment: Experiment, configs: list[Config], folder: Path, dirty_too: bool) -> list[Config]:
+def _missing(
+    experiment: Experiment, configs: list[Config], folder: Path, dirty_too: bool, precision: Precision
+) -> list[Config]:
     """Those whose runs the results do not have; how many they have is said."""
     from neurocoder_lab.task import as_dict
 
-    known = {results.identity(run["config"]) for run in results.load(folder, experiment.name, dirty_too)}
+    known = {
+        results.identity(run["config"]): run["environment"].get("precision", "no")
+        for run in results.load(folder, experiment.name, dirty_too)
+    }
+    other = {known.get(results.identity(as_dict(config)), precision) for config in configs} - {precision}
+    if other:
+        raise LabError(
+            f"{folder} has some of these runs with --precision {' and '.join(sorted(other))}, not {precision}: ask for "
+            "that, or take them out by neurocoder retract"
+        )
     missing = [config for config in configs if results.identity(as_dict(config)) not in known]
     if len(missing) < len(configs):
         print(f"{len(configs) - len(missing)} of {len(configs)} runs are in {folder} already")

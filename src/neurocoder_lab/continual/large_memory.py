@@ -88,7 +88,7 @@ NAMES: dict[Variant, str] = {
     "two-hidden": "two hidden layers of 256: 1,024 slots, 8 heads, keys of 5; plain output layer",
     "linear": "plain linear layer",
     "mlp": "plain MLP of as many parameters",
-    "moe": "mixture of 8 experts, 1 a row, of as many parameters",
+    "moe": "mixture of 8 experts, 1 a row by gates that learn an even load, of as many parameters",
     "peer": "PEER: rank-one experts, 8 heads, the best 2 each, of as many parameters; plain output layer",
 }
 HIDDEN = 256

@@ -179,8 +179,11 @@ def tabulate(runs: Runs) -> list[Table]:
     for row in known():
         if (row["experiment"], row["place"]) == ("large-memory", CHOSEN):
             title = "What of it matters: domain scenario, Adam alone, held-out digits, accuracy after the last task, %"
-            cells = [(one["values"]["variant"], told(one["mean"], one["std"], one["n"])) for one in row["tried"]]
-            tables.append((title, ["variant", "what it is", "accuracy"], [[v, NAMES[v], cell] for v, cell in cells]))
+            rows = []
+            for one in row["tried"]:
+                cell = told(one["mean"], one["std"], one["n"]) if one["n"] else "failed"
+                rows.append([one["values"]["variant"], NAMES[one["values"]["variant"]], cell])
+            tables.append((title, ["variant", "what it is", "accuracy"], rows))
     return tables
 
 

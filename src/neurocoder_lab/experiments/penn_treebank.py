@@ -279,7 +279,7 @@ def tabulate(runs: Runs) -> list[Table]:
             told.append([called, *(spread(values, 3) for values in shares)])
     tables: list[Table] = []
     if table_1:
-        header = ["training", "M", "K", "test", "validation", "lowest", "paper", "iterations", "rate", "parameters"]
+        header = ["training", "M", "K", "test", "validation", "its lowest", "paper", "iterations", "rate", "parameters"]
         title, visits = "Table 1: perplexity on Penn Treebank", runs.values("e_steps")
         if visits:
             title += f"; a segment had {mean(visits):.2g} E-steps of EM, a verdict takes {ENOUGH}"

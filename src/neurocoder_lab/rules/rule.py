@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from neurocoder_lab.evidence import Compare, Condition, Group, Test, distinct
+from neurocoder_lab.evidence import Compare, Condition, Group, Test, described, distinct
 from neurocoder_lab.results import deviation
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "budget-too-short", "not-run"]
@@ -108,10 +108,11 @@ def steady(group: Group, other: Group, must: bool = True) -> Condition:
 
 def no_larger(group: dict[str, Any], other: dict[str, Any], share: float = 1.0) -> Condition:
     """A count of parameters, in which chance plays no part."""
+    name = described({name: value for name, value in other.items() if group.get(name) != value})
     return Condition(
-        f"at most {share:g} of the parameters" if share != 1 else "not more parameters",
+        (f"at most {share:g} of the parameters" if share != 1 else "not more parameters") + f" of {name}",
         [Group(group, "parameters", lower=True), Group(other, "parameters", lower=True)],
         lambda values: max(values[0]) <= share * min(values[1]),
-        lambda values: f"{max(values[0]):,.0f} against {min(values[1]):,.0f} parameters",
+        lambda values: f"{max(values[0]):,.0f} parameters against {min(values[1]):,.0f} of {name}",
         sure=True,
     )
