@@ -107,7 +107,13 @@ def _try(
         ended = [config for config in some if config not in failed and finished(experiment, config, runs) is not None]
         folders = [folder_of(experiment, config, runs) for config in ended]
         if not rows or rows[-1]["place"] != place:
-            about = {"metric": grid.metric, "lower": grid.lower, "last": grid.last, "across": grid.across}
+            about = {
+                "metric": grid.metric,
+                "lower": grid.lower,
+                "last": grid.last,
+                "across": grid.across,
+                "fixed": grid.fixed,
+            }
             about |= {"precision": how["precision"]} if how.get("precision", "no") != "no" else {}
             rows.append({"experiment": experiment.name, "place": place, **about, "commits": [], "tried": []})
         scores = [_measured(grid, folder) for folder in folders]

@@ -342,3 +342,21 @@ def test_factors_and_margins():
     assert Compare(a, b, margin=0.2).p_values(runs)[0] < 0.05
     assert Compare(a, b, factor=1.15).words() == "step of a below 1.15 times b"
     assert Falls(a, "seed").p_values(Runs(runs[:2])) == (1.0, 1.0)
+
+
+def test_pictures_are_judged_where_the_original_is_as_good_as_published_and_all_are_of_one_precision():
+    place = {"network": "mlp", "dataset": "cifar10"}
+
+    def mlp(original, precision="no"):
+        rest = [r for model in ("moe", "nsm") for r in several({"model": model} | place, test=original)]
+        mine = several({"model": "neurocoder"} | place, test=original + 3)
+        for r in mine:
+            r["environment"] = {"precision": precision}
+        return [*several({"model": "original"} | place, test=original), *rest, *mine]
+
+    assert verdict("nc-cifar10-mlp", *mlp(51)) == "holds"
+    assert verdict("nc-cifar10-mlp", *mlp(49)) == "budget-too-short"  # the paper's original has 52.06
+    assert verdict("nc-cifar10-mlp", *mlp(51, "bf16")) == "inconclusive"
+    rule = rules()["nc-cifar10-mlp"]
+    assert "precision bf16 and full" in claims._told(rule, Runs(mlp(51, "bf16")))
+    assert "precision" not in claims._told(rule, Runs(mlp(51)))

@@ -45,7 +45,7 @@ MIXTURES: tuple[Model, ...] = ("moe", "moe-all-dense")
 TITLES = {"mlp": "MLP", "lenet": "LeNet", "densenet": "DenseNet", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 NAMES = {
     "original": "original",
-    "low-rank": "static low rank, Neurocoder's size",
+    "low-rank": "static factors, Neurocoder's size",
     "moe": "MoE",
     "nsm": "NSM",
     "neurocoder": "Neurocoder",
@@ -57,7 +57,10 @@ NAMES = {
 CLASSES = {"cifar10": 10, "cifar100": 100}
 BATCH = {"mlp": 128, "lenet": 128, "densenet": 32}
 LAYOUT = {"mlp": torch.contiguous_format, "lenet": torch.channels_last, "densenet": torch.channels_last}  # the faster
-NEUROCODER = {"slots": 30, "steps": 5, "heads": 3, "key_dim": 5, "least_used": 5, "residual": True}
+NEUROCODER: dict[str, Any] = {
+    "slots": 30, "steps": 5, "heads": 3, "key_dim": 5, "least_used": 5, "residual": True,
+    "controller": 6, "rules": nc.Rules(gate="state"),  # sized to the paper's table
+}  # fmt: skip
 PEERS: dict[str, dict[str, Any]] = {
     "moe": {"layer": nc.peers.MixtureOfExperts, "experts": 10},
     "nsm": {"layer": nc.peers.StoredProgramMemory, "programs": 10},
@@ -121,8 +124,8 @@ class Cifar(ImageConfig):
 
 def fill(config: Cifar) -> dict[str, Any]:
     def chosen(setting: str) -> Any:
-        """At this place, or with CIFAR-10, whose networks differ in the last layer alone."""
-        place = {"network": config.network, "model": config.model}
+        """At this place, or with CIFAR-10, whose networks differ in the last layer alone; for DenseNet as for LeNet."""
+        place = {"network": "mlp" if config.network == "mlp" else "lenet", "model": config.model}
         return best("cifar", setting, dataset=config.dataset, **place) or best(
             "cifar", setting, dataset="cifar10", **place
         )
@@ -203,11 +206,11 @@ def paper(dataset: Dataset, network: Network) -> dict[str, float]:
 
 def _about(runs: Runs) -> str:
     """What was trained for how long, where that is less than all, and in which precision, where that is not full."""
-    config, mixed = runs[0]["config"], {run.get("environment", {}).get("precision", "no") for run in runs} - {"no"}
+    config, used = runs[0]["config"], {run.get("environment", {}).get("precision", "no") for run in runs}
     length = f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}" + (
         f" of {config['examples']:,} pictures" if config["examples"] < 50_000 else ""
     )
-    length += f", {' and '.join(sorted(mixed))}" if mixed else ""
+    length += f", {' and '.join(sorted(used)).replace('no', 'full precision')}" if used != {"no"} else ""
     if config["network"] != "densenet":
         return f"{TITLES[config['network']]}, {TITLES[config['dataset']]}, {length}"
     short = "" if config["budget"] == "paper" else "; much shortened, no verdict"
