@@ -130,7 +130,9 @@ def test_patterns_are_compared_where_they_cover_half_of_the_images():
     assert verdict("nc-mnist-patterns", *attention((0, 0.0), (20, 0.8))) == "inconclusive"
 
 
-def test_a_rule_says_chosen_only_of_what_was(tmp_path):
+def test_a_rule_says_chosen_only_of_what_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "files", lambda package: tmp_path / "nothing")
+
     def words(name):
         with results.at(tmp_path):
             return rules()[name].how()
