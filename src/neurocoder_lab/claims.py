@@ -107,16 +107,14 @@ def _decidable(rule: Rule, runs: Runs) -> Verdict | None:
     if runs[0]["config"]["budget"] == "smoke" or not all(condition.holds(runs) for condition in rule.enough):
         return "budget-too-short"
     too_few = min(len(group.runs(runs)) for group in rule.groups()) < rule.fewest
-    return (
-        "inconclusive"
-        if too_few or len(_precisions(rule, runs)) > 1 or not all(condition.holds(runs) for condition in rule.given)
-        else None
-    )
+    mixed = len(_precisions(rule, runs)) > 1
+    supposed = all(condition.holds(runs) for condition in rule.given)
+    return "inconclusive" if too_few or mixed or not supposed else None
 
 
-def _precisions(rule: Rule, runs: Runs) -> set[str]:
-    every = [run for group in rule.groups() for run in group.runs(runs)]
-    return {run.get("environment", {}).get("precision", "no") for run in every}
+def _precisions(rule: Rule, runs: Runs) -> list[str]:
+    """Of the runs that decide it."""
+    return Runs(run for group in rule.groups() for run in group.runs(runs)).precisions()
 
 
 def _verdict(rule: Rule, runs: Runs, p: float | None, p_opposite: float | None) -> Verdict:
@@ -151,8 +149,8 @@ def _told(rule: Rule, runs: Runs) -> str:
     numbers = [group.numbers(runs) for group in (*rule.tested(), *beside)]
     parts = [_one(side, numbers) for side in numbers]
     parts += [part.tell(runs) for part in (*rule.tests, *rule.conditions, *rule.given, *rule.enough)]
-    precisions = {"full" if name == "no" else name for name in _precisions(rule, runs)}
-    parts += [f"precision {' and '.join(sorted(precisions))}"] if precisions != {"full"} else []
+    precisions = _precisions(rule, runs)
+    parts += [f"precision {' and '.join(precisions)}"] if precisions != ["full"] else []
     return "; ".join(part for part in parts if part)
 
 

@@ -28,7 +28,12 @@ def published() -> list[dict[str, Any]]:
     return json.loads((files("neurocoder_lab") / "claims.json").read_text())
 
 
+def numbers(claim: str) -> dict[str, Any]:
+    """The paper's numbers for a claim; none where no such claim is made."""
+    return next((known["paper"] for known in published() if known["id"] == claim), {})
+
+
 def spreads(claim: str) -> dict[str, Spread]:
     """Mean and standard deviation of every model that a claim's table has; none where no such claim is made."""
-    numbers = next((known["paper"] for known in published() if known["id"] == claim), {})
-    return {model: (numbers[model], std) for model, std in numbers.get("std", {}).items()}
+    paper = numbers(claim)
+    return {model: (paper[model], std) for model, std in paper.get("std", {}).items()}

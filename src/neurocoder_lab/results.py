@@ -53,6 +53,11 @@ class Runs(list):
         """The lowest that each run came to on its way."""
         return [min(run["curve"][metric]) for run in self if run["curve"].get(metric)]
 
+    def precisions(self) -> list[str]:
+        """Those they were trained in: full, or the kinds of mixed precision."""
+        used = {run.get("environment", {}).get("precision", "no") for run in self}
+        return sorted("full" if precision == "no" else precision for precision in used)
+
     def shown(self) -> str:
         """What a picture of them shows."""
         return "mean ± std over seeds" if len({run["config"]["seed"] for run in self}) > 1 else "one seed"

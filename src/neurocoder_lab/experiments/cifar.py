@@ -28,7 +28,7 @@ import neurocoder as nc
 from neurocoder_lab import data, figures, networks
 from neurocoder_lab.classification import PIXELS, Classifier, ImageConfig, normalise
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.papers import published
+from neurocoder_lab.papers import numbers
 from neurocoder_lab.results import Runs, spread
 from neurocoder_lab.task import Experiment, Grid, Picture, Table
 from neurocoder_lab.tuning import best
@@ -201,16 +201,16 @@ def start(config: Cifar) -> Classifier:
 
 def paper(dataset: Dataset, network: Network) -> dict[str, float]:
     """The paper's best of five runs."""
-    return next(claim["paper"] for claim in published() if claim["id"] == f"nc-{dataset}-{network}")
+    return numbers(f"nc-{dataset}-{network}")
 
 
 def _about(runs: Runs) -> str:
     """What was trained for how long, where that is less than all, and in which precision, where that is not full."""
-    config, used = runs[0]["config"], {run.get("environment", {}).get("precision", "no") for run in runs}
+    config, precisions = runs[0]["config"], runs.precisions()
     length = f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}" + (
         f" of {config['examples']:,} pictures" if config["examples"] < 50_000 else ""
     )
-    length += f", {' and '.join(sorted(used)).replace('no', 'full precision')}" if used != {"no"} else ""
+    length += f", {' and '.join(precisions)}" if precisions != ["full"] else ""
     if config["network"] != "densenet":
         return f"{TITLES[config['network']]}, {TITLES[config['dataset']]}, {length}"
     short = "" if config["budget"] == "paper" else "; much shortened, no verdict"

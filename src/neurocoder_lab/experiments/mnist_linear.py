@@ -9,8 +9,8 @@ the attention.
 The Neurocoder has no more parameters than the linear classifier: layer and controller see a fixed random projection of
 the image to 200 numbers. With one attention step it keeps its recurrent controller, so that only the steps change (and
 the gates, which have nothing to mix yet). The learning rate, chosen on held-out data for each, falls linearly to zero;
-so tune first. SGD, with small batches that
-take four times as long, is tuned for 1, 5 and 10 steps, and so is the reading controller, which has no others.
+so tune first. SGD, with small batches that take four times as long, is tuned for 1, 5 and 10 steps, and so is the
+reading controller, which has no others.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from neurocoder_lab.contexts import CLASSES, look
 from neurocoder_lab.data import segments, streams
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.modules import BETWEEN, ENOUGH, METHODS, MIXED, Lesson, chosen, in_order, numbered, reached_by_all
-from neurocoder_lab.papers import published
+from neurocoder_lab.papers import numbers
 from neurocoder_lab.results import Runs, spread
 from neurocoder_lab.task import Config, Experiment, Grid, Picture, Table, Task
 from neurocoder_lab.tuning import best
@@ -256,7 +256,7 @@ def _called(row: Row) -> str:
 
 def tabulate(runs: Runs) -> list[Table]:
     """Tables 1 and 2, collapse, and what the modules tell about the words."""
-    paper = next(claim["paper"] for claim in published() if claim["id"] == "mn-ptb-baseline")
+    paper = numbers("mn-ptb-baseline")
     ran = {row: mine for row in ROWS if (mine := runs.where(**_settings(row)))}
     table_1, collapse, told = [], [], []
     for (method, modules, choices), mine in ran.items():

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from neurocoder_lab.evidence import Bound, Compare, Condition, Falls, Group, welch
-from neurocoder_lab.papers import published
+from neurocoder_lab.papers import numbers
 from neurocoder_lab.rules.rule import LEVEL, Rule, every, gain, groups, no_larger, steady
 from neurocoder_lab.tuning import best
 
@@ -198,7 +198,7 @@ def _images() -> dict[str, Rule]:
 
 
 def _as_good_as_published(original: Group, claim: str) -> Condition:
-    paper = next(one["paper"] for one in published() if one["id"] == claim)["original"]
+    paper = numbers(claim)["original"]
     return Condition(
         f"the original is at most 2 points below the paper's {paper:g}",
         [original],
