@@ -34,7 +34,7 @@ def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 def gradients(layer: nn.Module, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
     wanted = [x, *layer.parameters()]
     grads = torch.autograd.grad((y * weights).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)]
+    return [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, wanted, strict=True)]
 
 
 def compare(layer: nn.Module, x: torch.Tensor, slow) -> float:

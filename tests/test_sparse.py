@@ -1,6 +1,7 @@
 """Memories of which each component reads a few slots: by mask, by gathering, and the slow twin."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,33 +22,44 @@ TOLERANCE = 1e-9  # float64, where a sum has a few terms
 
 
 @st.composite
-def reading(draw) -> dict:
-    """Options of a small layer that reads a few of its slots."""
+def reading(draw, gated: bool) -> dict:
+    """Options of a small layer that reads a few of its slots; with gates it may have some, and then cannot gather."""
     chosen = draw(options())
     products = draw(st.booleans())
     chosen |= {"slots": draw(st.sampled_from([4, 9, 16]))} if products else {"slots": chosen["slots"] + 2}
     chosen |= {"key_dim": draw(st.sampled_from([4, 6]))} if products else {"key_dim": chosen["key_dim"] + 1}
-    chosen |= {"least_used": min(chosen["least_used"], chosen["slots"]), "product_keys": products}
+    chosen |= {"least_used": min(chosen["least_used"], chosen["slots"]) if gated else 0, "product_keys": products}
     chosen |= {"top_k": draw(st.integers(1, min(chosen["slots"], 4))), "one_choice": draw(st.booleans())}
+    chosen |= {} if gated or chosen["controller_sees"] == "read" else {"sparse": draw(st.booleans())}
     return chosen | {"addresses": draw(st.sampled_from(["learned", "fixed"]))}
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
-@given(options=reading(), seed=st.integers(0, 10**6))
+@given(options=reading(gated=False), seed=st.integers(0, 10**6))
 def test_gathered_masked_and_slow_are_equal(options, seed):
+    layer, made, slow = both_ways(options, seed)
+    for layer.gathers in (False, True):
+        assert worst(made(), slow) < TOLERANCE
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
+@given(options=reading(gated=True), seed=st.integers(0, 10**6))
+def test_masked_and_slow_are_equal_with_gates(options, seed):
+    _, made, slow = both_ways(options, seed)
+    assert worst(made(), slow) < TOLERANCE
+
+
+def both_ways(options: dict, seed: int) -> tuple[nc.Linear, Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+    """A layer, what makes its outputs and gradients, and those of the slow twin."""
     torch.manual_seed(seed)
     layer = shake(nc.Linear(6, 5, **options))
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, 5, dtype=torch.float64)
-    ungated = layer.memory.gate_weight is None
-    results = []
-    for gathers in (False, True) if ungated else (False,):
-        layer.gathers = gathers
-        y = layer(x)
-        results.append([y, *gradients(layer, y, x, weights)])
-    slow = reference.linear(layer, x)
-    slow = [slow, *gradients(layer, slow, x, weights)]
-    assert all(worst(result, slow) < TOLERANCE for result in results)
+
+    def made(y: torch.Tensor) -> list[torch.Tensor]:
+        return [y, *gradients(layer, y, x, weights)]
+
+    return layer, lambda: made(layer(x)), made(reference.linear(layer, x))
 
 
 @pytest.mark.parametrize("options", [{}, {"one_choice": True}, {"product_keys": True, "key_dim": 4}])
@@ -401,11 +413,12 @@ def test_gathering_compiles_and_exports(options):
     assert torch.allclose(exported.module()(rows), layer(rows))
 
 
-@pytest.mark.parametrize("slots", [512, 640, 1000, 3000])
-def test_the_search_by_blocks_finds_the_best(slots):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("slots", [1000, 1088, 2048, 3001])
+def test_the_search_by_blocks_finds_the_best(slots, dtype):
     torch.manual_seed(0)
-    layer = nc.Linear(6, 5, slots=slots, heads=3, top_k=4, sparse=True, dtype=torch.float64)
-    query = torch.randn(3, 5, 3, 40, dtype=torch.float64)
+    layer = nc.Linear(6, 5, slots=slots, heads=3, top_k=4, sparse=True, dtype=dtype)
+    query = torch.randn(3, 5, 3, 40, dtype=dtype)
     found = choose(query, layer.memory.keys(), layer.addressing).slot_MkRN
     wanted = torch.einsum("mpk,mkrn->mprn", layer.memory.keys(), query).topk(4, 1).indices
     assert torch.equal(found.sort(1).values, wanted.sort(1).values)

@@ -108,39 +108,64 @@ def dots(
         return svg(figure)
 
 
-def trade(named: dict[str, tuple[tuple[float, float], tuple[float, float]]], across: str, upwards: str) -> str:
-    """A point with two standard deviations and its name beside it for each: one quantity against another."""
+def trade(
+    named: dict[str, tuple[tuple[float, float], tuple[float, float]]],
+    lines: dict[str, tuple[str, ...]],
+    across: str,
+    upwards: str,
+) -> str:
+    """One quantity against another: a point with two standard deviations and its name beside it for each; `lines` join
+    those of which one thing changes by degrees."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.4))
+        figure = Figure(figsize=(WIDTH, 4.8))
         axes = figure.subplots()
-        for index, (name, ((x, x_std), (y, y_std))) in enumerate(named.items()):
-            colour = COLOURS[index % len(COLOURS)]
-            axes.errorbar(x, y, y_std, x_std, fmt="o", color=colour, markersize=5, elinewidth=1)
+        for (title, names), colour, style in zip(lines.items(), COLOURS[1:], DASHES, strict=False):
+            met = [named[name] for name in names if name in named]
+            if len(met) > 1:
+                x, y = ([point[side][0] for point in met] for side in (0, 1))
+                axes.plot(x, y, color=colour, linestyle=style, linewidth=1.3, label=title, zorder=1)
+        for name, ((x, x_std), (y, y_std)) in named.items():
+            joined = any(name in names for names in lines.values())
+            axes.errorbar(
+                x, y, y_std, x_std, fmt="o" if joined else "s", color="#222222" if joined else COLOURS[0],
+                markersize=4, elinewidth=1,
+            )  # fmt: skip
             axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
         axes.set_xlabel(across)
         axes.set_ylabel(upwards)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         return svg(figure)
 
 
-def shared(table: list[list[float]], moved: list[float]) -> str:
-    """Shares that each two tasks have in common, and beside it how far what each read was moved."""
+def reads(busiest: list[list[float]], common: list[list[float]], moved: list[float], elsewhere: list[float]) -> str:
+    """Who reads the busiest slots; what each two tasks read in common; and how far what each read was moved since, and
+    how much of it is read elsewhere now."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        tasks = range(1, len(table) + 1)
-        image = left.imshow(table, cmap="cividis", vmin=0, vmax=1)
-        for row, shares in enumerate(table):
+        figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+        parts = figure.subplot_mosaic("AA;BC", height_ratios=(2, 3))
+        tasks = [str(task) for task in range(1, len(common) + 1)]
+        slots = sorted(zip(*busiest, strict=True), key=lambda shares: (shares.index(max(shares)), -max(shares)))
+        for name, table, aspect, label in (
+            ("A", [*zip(*slots, strict=True)], "auto", "share of its reads"),
+            ("B", common, "equal", "share of reads in common"),
+        ):
+            image = parts[name].imshow(table, cmap="cividis", vmin=0, vmax=1, aspect=aspect)
+            parts[name].set_yticks(range(len(tasks)), tasks)
+            parts[name].set(xlabel="task", ylabel="task")
+            figure.colorbar(image, ax=parts[name], label=label)
+        parts["A"].set_xlabel("slot, sorted by the task that reads it most")
+        for row, shares in enumerate(common):
             for column, share in enumerate(shares):
-                left.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=8,
-                          color="black" if share > 0.5 else "white")  # fmt: skip
-        for axis in (left.set_xticks, left.set_yticks):
-            axis(range(len(table)), [*map(str, tasks)])
-        left.set_xlabel("task")
-        left.set_ylabel("task")
-        figure.colorbar(image, ax=left, label="share of reads in common")
-        right.bar([*map(str, tasks)][: len(moved)], [100 * share for share in moved], color=COLOURS[1])
-        right.set_xlabel("task")
-        right.set_ylabel("how far its rows were moved\nby later tasks, % of their length")
+                colour = "black" if share > 0.5 else "white"
+                parts["B"].text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=8, color=colour)
+        parts["B"].set_xticks(range(len(tasks)), tasks)
+        for side, (values, name) in enumerate(((moved, "rows moved"), (elsewhere, "reads elsewhere"))):
+            places = [task + (side - 0.5) * 0.38 for task in range(len(values))]
+            parts["C"].bar(places, [100 * value for value in values], 0.36, color=COLOURS[1 + side], label=name)
+        parts["C"].set_xticks(range(len(moved)), tasks[: len(moved)])
+        parts["C"].set(xlabel="task", ylabel="changed by later tasks, %")
+        parts["C"].legend(frameon=False, fontsize=8)
         return svg(figure)
 
 

@@ -191,7 +191,7 @@ class _Run:
         with torch.no_grad():
             ending = task.conclude()
         seconds = self.spent + time.monotonic() - self.started
-        size = sum(parameter.numel() for parameter in task.model.parameters())
+        size = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
         final = {"steps": self.step, "parameters": size} | latest | ending
         result = {"final": final, "seconds": round(seconds, 1)}
         if self.first:

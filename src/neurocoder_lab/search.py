@@ -1,7 +1,7 @@
 """Choose settings on held-out data: `neurocoder tune split-mnist --workers 2`.
 
-Every combination of values in an experiment's grids is run with several seeds; what came of it goes to tuned.json
-beside the results. Finished runs are skipped, as in a sweep.
+Every combination of values in an experiment's grids is run with several seeds (on a ladder, those around the best);
+what came of it goes to tuned.json beside the results. Finished runs are skipped, as in a sweep.
 """
 
 from __future__ import annotations
@@ -93,35 +93,50 @@ def _try(
             for across in _combinations(grid.across)
         ]
 
-    tried = [
-        (place, values, configs(place, values))
+    about = {name: getattr(grid, name) for name in ("metric", "lower", "last", "across", "fixed")}
+    about |= {"precision": how["precision"]} if how.get("precision", "no") != "no" else {}
+    rows: list[Row] = [
+        {"experiment": experiment.name, "place": place, **about, "commits": [], "tried": []}
         for place in _combinations(grid.over)
-        for values in _combinations(grid.values(place))
     ]
-    for outcome in sweep(experiment, [config for *_, some in tried for config in some], runs, **how):
-        if outcome.error is not None:
-            failed[outcome.config] = outcome.error
-            print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)
-    rows: list[Row] = []
-    for place, values, some in tried:
-        ended = [config for config in some if config not in failed and finished(experiment, config, runs) is not None]
-        folders = [folder_of(experiment, config, runs) for config in ended]
-        if not rows or rows[-1]["place"] != place:
-            about = {
-                "metric": grid.metric,
-                "lower": grid.lower,
-                "last": grid.last,
-                "across": grid.across,
-                "fixed": grid.fixed,
-            }
-            about |= {"precision": how["precision"]} if how.get("precision", "no") != "no" else {}
-            rows.append({"experiment": experiment.name, "place": place, **about, "commits": [], "tried": []})
-        scores = [_measured(grid, folder) for folder in folders]
-        numbers = {"mean": round(mean(scores), 6), "std": round(deviation(scores), 6)} if scores else {}
-        rows[-1]["tried"].append({"values": values, "n": len(scores)} | numbers)
-        commits = {provenance.commit(read_json(folder / "environment.json")) for folder in folders}
-        rows[-1]["commits"] = sorted({*rows[-1]["commits"], *commits})
+    asked = [(row, values) for row in rows for values in _first(grid, row["place"])]
+    while asked:
+        tried = [(row, values, configs(row["place"], values)) for row, values in asked]
+        for outcome in sweep(experiment, [config for *_, some in tried for config in some], runs, **how):
+            if outcome.error is not None:
+                failed[outcome.config] = outcome.error
+                print(f"failed: {experiment.label(outcome.config)}: {outcome.error}", file=sys.stderr)
+        for row, values, some in tried:
+            ended = [
+                config for config in some if config not in failed and finished(experiment, config, runs) is not None
+            ]
+            folders = [folder_of(experiment, config, runs) for config in ended]
+            scores = [_measured(grid, folder) for folder in folders]
+            numbers = {"mean": round(mean(scores), 6), "std": round(deviation(scores), 6)} if scores else {}
+            row["tried"].append({"values": values, "n": len(scores)} | numbers)
+            commits = {provenance.commit(read_json(folder / "environment.json")) for folder in folders}
+            row["commits"] = sorted({*row["commits"], *commits})
+        asked = [(row, values) for row in rows if (values := _next(grid, row)) is not None]
     return [row for row in rows if any(tried["n"] for tried in row["tried"])]
+
+
+def _first(grid: Grid, place: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is tried at a place before anything is known of it."""
+    every = _combinations(grid.values(place))
+    middle = len(every) // 2
+    return every[max(middle - 1, 0) : middle + 2] if grid.ladder else every
+
+
+def _next(grid: Grid, row: Row) -> dict[str, Any] | None:
+    """On a ladder, what lies beside the best and was not tried yet."""
+    tried = [one["values"] for one in row["tried"]]
+    if not grid.ladder or not any(one["n"] for one in row["tried"]):
+        return None
+    every = _combinations(grid.values(row["place"]))
+    row["tried"].sort(key=lambda one: every.index(one["values"]))
+    at = every.index(chosen(row)["values"])
+    beside = every[max(at - 1, 0) : at + 2]
+    return next((values for values in beside if values not in tried), None)
 
 
 def _measured(grid: Grid, folder: Path) -> float:

@@ -5,7 +5,7 @@
 One thread, 1024 inputs and outputs, a batch of 128, 8 heads that read 2 slots each. A step is forward and backward, as
 in `neurocoder bench`; once as in a loop that trains the layer, once after a step of another layer, which leaves the
 caches full of its own numbers: who touches many rows pays more for that. PEER is that of the package PEER-pytorch, with
-as many experts, heads and reads.
+as many experts, heads and reads: once with its own choice of keys, halves of half the width, and once with ours.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import Peer
 
 WIDTH, HEADS, READS = 1024, 8, 2
+HALF = 4  # of a product key
 UNSEEN = 4  # steps of a layer in a row before one that counts
 EVERY = 3000  # slots up to which all are read as well
 SEARCHED = 30_000  # and up to which each has a key of its own
@@ -39,8 +40,9 @@ def contestants(slots: int) -> Iterator[tuple[str, nn.Module]]:
     if slots <= SEARCHED:
         yield "2 slots a head", nc.Linear(WIDTH, WIDTH, slots=slots, **SPARSE)
         yield "2 slots a head, fixed", nc.Linear(WIDTH, WIDTH, slots=slots, addresses="fixed", **SPARSE)
-    yield "product keys", nc.Linear(WIDTH, WIDTH, slots=square, key_dim=8, product_keys=True, **SPARSE)
+    yield "product keys", nc.Linear(WIDTH, WIDTH, slots=square, key_dim=2 * HALF, product_keys=True, **SPARSE)
     yield "PEER", Peer(WIDTH, square, HEADS, READS)
+    yield "PEER, keys as short", Peer(WIDTH, square, HEADS, READS, key_dim=HALF)
 
 
 def measure(slots: tuple[int, ...], repeats: int, out: Path | None) -> None:

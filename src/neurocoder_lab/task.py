@@ -131,6 +131,8 @@ class Grid:
         metric: what is measured, averaged over the `last` evaluations of a run.
         lower: whether lower is better.
         across: further axes; what is measured is averaged over them, as it is over the seeds.
+        ladder: of one setting whose values are in order: begin with the three in the middle, and go on to the next
+            while the best is at an end of what was tried.
     """
 
     over: dict[str, tuple[Any, ...]]
@@ -140,6 +142,7 @@ class Grid:
     lower: bool = False
     last: int = 1
     across: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    ladder: bool = False
 
     def settings(self) -> set[str]:
         """The names of what is chosen."""

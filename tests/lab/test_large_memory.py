@@ -10,6 +10,7 @@ from accelerate import Accelerator
 import neurocoder as nc
 from neurocoder_lab import slots, tuning
 from neurocoder_lab.cli import main
+from neurocoder_lab.continual.large_memory import ALIKE, chosen
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.experiments import large_memory
 from neurocoder_lab.experiments.large_memory import EXPERIMENT, VARIANTS, LargeMemory
@@ -19,31 +20,35 @@ from neurocoder_lab.run import execute, folder_of
 pytestmark = pytest.mark.usefixtures("digits")
 
 
+@pytest.mark.parametrize("width", [1024, 512])
 @pytest.mark.parametrize("scenario", ["domain", "class"])
-def test_networks_have_as_many_parameters_as_the_sparse_one(scenario):
+def test_networks_have_as_many_parameters_as_the_sparse_one(scenario, width):
     with torch.device("meta"):
-        sizes = {v: sum(p.numel() for p in large_memory.build(v, scenario, 1024).parameters()) for v in VARIANTS}
-    alike = ("sparse", "top-2", "top-4", "ordinary", "heads-64", "heads-1024", "key-8", "mlp")
-    assert all(abs(sizes[variant] / sizes["sparse"] - 1) < 0.02 for variant in alike)
-    assert all(abs(sizes[v] / sizes["sparse"] - 1) < 0.1 for v in ("moe", "peer"))  # a whole number, a square
+        networks = {variant: large_memory.build(variant, scenario, width) for variant in VARIANTS}
+    sizes = {v: sum(p.numel() for p in net.parameters() if p.requires_grad) for v, net in networks.items()}
+    assert all(abs(sizes[variant] / sizes["sparse"] - 1) < 0.02 for variant in (*ALIKE, "heads-1024", "mlp"))
+    assert all(0.95 < sizes[v] / sizes["sparse"] < 1.15 for v in ("moe", "peer"))  # with gates; a square
     assert sizes["slots-256"] < sizes["slots-4096"] < sizes["sparse"]
+    assert sizes["linear"] < sizes["features"] < sizes["sparse"]
 
 
 @pytest.mark.parametrize(
-    "variant", ["sparse", "learned", "ordinary", "residual", "two-hidden", "linear", "moe", "peer"]
+    "variant", ["sparse", "learned", "ordinary", "residual", "two-hidden", "features", "moe", "peer"]
 )
 def test_a_run_ends_with_what_it_measures(variant, tmp_path):
     config = LargeMemory(variant=variant, budget="smoke", epochs=1)
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert {*EXPERIMENT.metrics} <= final.keys()
-    if variant in ("linear", "moe", "peer"):
+    if variant in ("features", "moe", "peer"):
         assert "shared_reads" not in final
         return
     shared = torch.tensor(final["shared_reads"])
     assert shared.shape == (5, 5)
     assert torch.allclose(shared.diagonal(), torch.ones(5), atol=1e-3)
     assert torch.equal(shared, shared.t())
-    assert len(final["overwritten"]) == 4
+    assert len(final["overwritten"]) == len(final["reads_elsewhere"]) == 4
+    assert (max(final["reads_elsewhere"]) > 0.001) == (variant == "learned")
+    assert torch.allclose(torch.tensor(final["busiest"]).sum(0), torch.ones(100), atol=0.01)
 
 
 def test_the_gates_of_experts_learn(tmp_path):
@@ -87,11 +92,41 @@ def test_each_task_has_outputs_of_its_own(variant):
     assert network(torch.randn(3, 1024), 4).shape == (3, 2)
 
 
-def test_programs_begin_at_zero_unless_said():
-    x = torch.randn(3, 1024)
-    for variant, changes in (("sparse", False), ("random-start", True)):
-        network = large_memory.build(variant, "domain", 1024)
-        assert (network(x).std(0) > 0).all() == changes
+@pytest.mark.parametrize("variant", ["sparse", "ordinary", "learned"])
+def test_rows_begin_at_zero_and_are_all_that_learns_but_addresses(variant):
+    (rows,) = network = large_memory.build(variant, "domain", 1024)
+    assert not network(torch.randn(3, 1024)).any()
+    trained = {name for name, p in rows.layer.memory.named_parameters() if p.requires_grad}
+    assert [name for name in trained if name.startswith("right")]
+    assert len(trained) == 1 + (variant == "learned")
+
+
+def test_each_has_the_rate_that_was_chosen_for_it_or_the_nearest(monkeypatch):
+    def row(variant, scenario, dataset, **means):
+        place = {"variant": variant, "scenario": scenario, "dataset": dataset}
+        tried = [{"values": {"rate": float(r)}, "n": 3, "mean": m, "std": 0.0} for r, m in means.items()]
+        return {"experiment": "large-memory", "place": place, "lower": False, "tried": tried}
+
+    rows = [
+        row("sparse", "domain", "mnist", **{"1e-4": 90.0, "3e-4": 80.0}),
+        row("top-2", "domain", "mnist", **{"1e-4": 80.0, "3e-4": 91.0}),
+        row("heads-1024", "domain", "mnist", **{"1e-4": 95.0}),  # costs more than the others
+        row("sparse", "joint", "mnist", **{"1e-2": 90.0}),
+        row("sparse", "domain", "cifar10", **{"1e-5": 90.0}),
+    ]
+    monkeypatch.setattr(tuning, "known", lambda: rows)
+    assert chosen() == "top-2"
+    for rate, *place in (
+        (1e-4, "sparse", "domain", "mnist"),
+        (0.01, "sparse", "joint", "mnist"),
+        (1e-4, "sparse", "class", "mnist"),
+        (1e-5, "sparse", "joint", "cifar10"),
+        (3e-4, "top-2", "joint", "cifar10"),
+        (1e-4, "mlp", "domain", "mnist"),
+    ):
+        variant, scenario, dataset = place
+        config = LargeMemory(variant=variant, scenario=scenario, dataset=dataset)
+        assert EXPERIMENT.resolve(config).rate == rate
 
 
 def test_all_classes_at_once_are_one_task(tmp_path):
@@ -113,14 +148,15 @@ def test_tables_and_pictures(tmp_path, monkeypatch):
         rows = [json.loads(line) for line in (folder_of(EXPERIMENT, config, tmp_path) / "metrics.jsonl").open()]
         runs.append({"config": vars(EXPERIMENT.resolve(config)), "final": final, "seconds": 1.0,
                      "curve": {name: [row[name] for row in rows] for name in rows[0]}})  # fmt: skip
-    tried = [{"values": {"variant": variant}, "n": 3, "mean": 70.0, "std": 1.0} for variant in ("sparse", "top-2")]
-    row = {"experiment": "large-memory", "place": {"dataset": "mnist"}, "lower": False, "tried": tried}
-    for module in (large_memory, tuning):
-        monkeypatch.setattr(module, "known", lambda: [row])
+    tried = [{"values": {"rate": rate}, "n": 3, "mean": 70 - rate, "std": 1.0} for rate in (0.25, 2.0)]
+    place = {"variant": "sparse", "scenario": "domain", "dataset": "mnist"}
+    row = {"experiment": "large-memory", "place": place, "lower": False, "tried": tried}
+    monkeypatch.setattr(tuning, "known", lambda: [row])
     (_, header, rows), (_, _, held_out) = large_memory.tabulate(Runs(runs))
-    assert header == ["variant", "what it is", "trained parameters", "domain, Adam", "joint, Adam"]
+    assert header[2:] == ["trained parameters", "domain, Adam", "joint, Adam", "domain, Adam: each just learned"]
     assert [line[0] for line in rows] == ["sparse", "mlp"]
-    assert [line[::2] for line in held_out] == [["sparse", "70 ± 1 (3)"], ["top-2", "70 ± 1 (3)"]]
+    assert rows[0][2] == "131,074 to 655,370"
+    assert [line[::2] + line[3:] for line in held_out] == [["sparse", "0.25", "69.75 ± 1 (3)"]]
     assert len(large_memory.draw(Runs(runs))) == 2
 
 

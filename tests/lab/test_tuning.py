@@ -66,6 +66,17 @@ def test_several_settings_are_tried_together_across_an_axis(tmp_path, in_this_pr
         assert tuning.best("polynomial", "iterations", model="linear") in (5, 10)
 
 
+def test_a_ladder_is_climbed_until_the_best_has_neighbours(tmp_path, in_this_process):
+    rates = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 1e30)  # the last one blows up
+    climbed = replace(polynomial.EXPERIMENT, grids=[grid({"rate": rates}, ladder=True)])
+    with pytest.raises(LabError, match="3 runs failed"):
+        search.tune(climbed, tmp_path / "runs", tmp_path, seeds=3, workers=1)
+    (place,) = json.loads((tmp_path / "tuned.json").read_text())
+    assert [tried["values"]["rate"] for tried in place["tried"]] == [*rates[2:]]
+    with results.at(tmp_path):
+        assert tuning.best("polynomial", "rate", model="linear") == 0.01
+
+
 def test_what_is_tuned_beside_the_results_comes_before_the_package(tmp_path, monkeypatch):
     place = {"scenario": "domain", "model": "mlp", "method": "l2"}
     packaged = SPLIT.resolve(SplitMnist(**place, strength="tuned")).penalty

@@ -142,7 +142,8 @@ class ProgramMemory(nn.Module):
 
     def extra_repr(self) -> str:
         gates = f"gates over {self.gate_features} features" if self.gate_features else "no gates"
-        return f"{self.slots} slots of {self.in_features}x{self.out_features}, key_dim={self.key_dim}, {gates}"
+        size = f"{self.slots} slots of {self.in_features}x{self.out_features}, key_dim={self.key_dim}"
+        return f"{size}, {gates}{self.addressing}"
 
 
 class SparseMemory(ProgramMemory):

@@ -1,20 +1,21 @@
 """Networks for streams of tasks whose heads read a few slots of a large memory; and what they are compared with.
 
-`sparse` composes nothing but the outputs: each head adds the row that it reads, and which row that is depends on the
-input by addresses that are fixed at random. The other variants change one thing of it; `learned` one of `top-2`, since
-addresses of a single slot have no gradient, and `soft-reads` one of `top-4`; `whole-input` and `two-hidden` are other
-networks of such layers. Plain layers, experts and PEER get as many parameters to train.
+`sparse` composes nothing but the outputs: each head adds the row that it reads, weighed by a singular value that does
+not learn, and which row that is depends on the input by addresses that are fixed at random. Other variants change one
+thing of it; `learned` one of `top-2`, since addresses of a single slot have no gradient, `soft-reads` one of `top-4`;
+`two-hidden` is another network of such layers. Plain layers, experts and PEER get as many parameters to train, but
+`linear`, and `features`, which has fixed random features without the memory.
 """
 
 from __future__ import annotations
 
-from math import isqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import neurocoder as nc
+from neurocoder_lab import tuning
 from neurocoder_lab.continual.stream import MultiHead, Scenario
 from neurocoder_lab.networks import Peer, mlp
 
@@ -23,21 +24,18 @@ Variant = Literal[
     "slots-256",
     "slots-1024",
     "slots-4096",
-    "slots-16384",
     "top-2",
     "top-4",
     "learned",
     "ordinary",
     "heads-64",
     "heads-1024",
-    "key-8",
-    "random-start",
     "soft-reads",
     "residual",
     "shared-first",
-    "whole-input",
     "two-hidden",
     "linear",
+    "features",
     "mlp",
     "moe",
     "peer",
@@ -52,46 +50,41 @@ CHANGES: dict[Variant, dict[str, Any]] = {
     "slots-256": {"slots": 256},
     "slots-1024": {"slots": 1024},
     "slots-4096": {"slots": 4096},
-    "slots-16384": {"slots": 16_384},
     "top-2": {"top_k": 2},
     "top-4": {"top_k": 4},
     "learned": {"addresses": "learned", "top_k": 2},
     "ordinary": {"sparse": False},
     "heads-64": {"heads": 64},
     "heads-1024": {"heads": 1024},
-    "key-8": {"key_dim": 8},
-    "random-start": {},
     "soft-reads": {"top_k": 4, "sharpness": 1.0},
     "residual": {},
     "shared-first": {},
-    "whole-input": {"slots": 1024, "heads": 32, "product_keys": False},
     "two-hidden": {"slots": 1024, "heads": 8, "key_dim": 5, "product_keys": False},
 }
 NAMES: dict[Variant, str] = {
     "sparse": "65,536 slots, 256 heads, the best slot each, addresses fixed, only rows that were read move",
-    "slots-256": "256 slots",
-    "slots-1024": "1,024 slots",
-    "slots-4096": "4,096 slots",
-    "slots-16384": "16,384 slots",
+    "slots-256": "256 slots, and so fewer parameters",
+    "slots-1024": "1,024 slots, and so fewer parameters",
+    "slots-4096": "4,096 slots, and so fewer parameters",
     "top-2": "the best 2 slots a head",
     "top-4": "the best 4 slots a head",
     "learned": "the best 2 slots a head, addresses learned",
     "ordinary": "ordinary Adam: rows that were not read move, too",
     "heads-64": "64 heads",
     "heads-1024": "1,024 heads",
-    "key-8": "keys of 8, not 32",
-    "random-start": "rows begin at random, not at zero",
     "soft-reads": "the best 4 slots a head, softer: sharpness 1",
     "residual": "beside a plain linear layer",
     "shared-first": "behind a plain hidden layer of 256",
-    "whole-input": "programs from the input to the outputs: 1,024 slots, 32 heads",
     "two-hidden": "two hidden layers of 256: 1,024 slots, 8 heads, keys of 5; plain output layer",
-    "linear": "plain linear layer",
+    "linear": "plain linear layer of the input",
+    "features": "plain linear layer of 4,096 fixed random features through ReLU: nothing is sparse",
     "mlp": "plain MLP of as many parameters",
     "moe": "mixture of 8 experts, 1 a row by gates that learn an even load, of as many parameters",
     "peer": "PEER: rank-one experts, 8 heads, the best 2 each, of as many parameters; plain output layer",
 }
+ALIKE: tuple[Variant, ...] = ("sparse", "top-2", "top-4", "ordinary", "heads-64", "soft-reads")  # in size and cost
 HIDDEN = 256
+FEATURES = 4096
 CLASSES = 10
 AT_ONCE = 500  # inputs of which the rows are looked up
 SCALE = 30.0  # of the outputs, beside what suits a fresh layer: a step of Adam moves them as much further
@@ -102,10 +95,10 @@ PEER = {"heads": 8, "reads": 2, "key_dim": 5}  # of one read the scores have no 
 def build(variant: Variant, scenario: Scenario | Literal["joint"], width: int) -> nn.Module:
     """The network on inputs of this width."""
     outputs = 2 if scenario == "domain" else CLASSES
-    body, wide = _body(variant, width, CENTRE["slots"] * (outputs + 2))
+    body, wide = _body(variant, width, CENTRE["slots"] * outputs)
     if variant in CHANGES and variant != "two-hidden":
-        last = _output(variant, wide, outputs)
-        network = nn.Sequential(*body, last)
+        rows = Rows(wide, outputs, variant == "residual", **CENTRE | CHANGES[variant])
+        network = nn.Sequential(*body, rows)
         return MultiHead(network, [Columns(task) for task in range(5)]) if scenario == "task" else network
     if scenario == "task":
         return MultiHead(nn.Sequential(*body), [nn.Linear(wide, 2) for _ in range(5)])
@@ -126,17 +119,21 @@ class Columns(nn.Module):
 class Rows(nn.Module):
     """A sum of rows of a memory, that of each head; beside a plain linear layer, if asked.
 
-    It takes inputs (B, I), or the rows that these read, (B, heads), as `look` finds them.
+    It takes inputs (B, I), or the rows that these read, (B, heads), as `look` finds them. Rows begin at zero and are
+    all that learns of the memory, but addresses where these do: a slot's part in what others add does not change.
     """
 
-    def __init__(self, inputs: int, outputs: int, residual: bool = False, random: bool = False, **settings: Any):
+    def __init__(self, inputs: int, outputs: int, residual: bool = False, **settings: Any):
         super().__init__()
         self.layer = nc.Linear(1, outputs, control_features=inputs, **settings)
         self.residual = nn.Linear(inputs, outputs, bias=False) if residual else None
         with torch.no_grad():
             self.layer.memory.left.fill_(1)
-            self.layer.memory.right.mul_(1 / SCALE if random else 0.0)
+            self.layer.memory.right.zero_()
+            self.layer.bias.zero_()
             self.layer.gain.mul_(SCALE)
+        for name, parameter in self.layer.memory.named_parameters():
+            parameter.requires_grad_(not name.startswith(("left", "values")))
 
     def forward(self, x: Tensor) -> Tensor:
         one = self.layer.gain.new_ones(len(x), 1)
@@ -156,21 +153,24 @@ class Rows(nn.Module):
         return torch.cat([reads[:, 0, :, 0].int() for reads in each])
 
 
-def _output(variant: Variant, inputs: int, outputs: int) -> nn.Module:
-    settings = CENTRE | CHANGES[variant]
-    if variant != "whole-input":
-        return Rows(inputs, outputs, variant == "residual", variant == "random-start", **settings)
-    layer = nc.Linear(inputs, outputs, **settings)
-    with torch.no_grad():
-        layer.memory.right.zero_()
-    return layer
+class Features(nn.Module):
+    """Fixed random features: the input times numbers that are drawn once, through ReLU."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.register_buffer("weight", torch.randn(outputs, inputs) * inputs**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight).relu()
 
 
 def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int]:
     """What comes before the output layer, and how wide it is; `size` are the parameters of the memory of `sparse`."""
+    if variant == "features":
+        return [Features(width, FEATURES)], FEATURES
     if variant == "peer":
         queries = 2 * PEER["heads"] * PEER["key_dim"] * width
-        return [Peer(width, isqrt((size - queries) // (2 * width)) ** 2, **PEER)], width
+        return [Peer(width, round(((size - queries) / (2 * width)) ** 0.5) ** 2, **PEER)], width
     if variant == "shared-first":
         return [nn.Linear(width, HIDDEN), nn.ReLU()], HIDDEN
     if variant == "two-hidden":
@@ -185,3 +185,16 @@ def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int
     if variant == "moe":
         nc.recode(body, ["0", "2"], nc.peers.MixtureOfExperts, experts=EXPERTS, top_k=1)
     return [*body], wide
+
+
+def tuned(dataset: str) -> list[tuning.Row]:
+    """What tuning found about the rate of each variant in the domain scenario."""
+    places = [{"variant": variant, "scenario": "domain", "dataset": dataset} for variant in VARIANTS]
+    return [row for row in tuning.known() if row["experiment"] == "large-memory" and row["place"] in places]
+
+
+def chosen() -> Variant:
+    """The variant that our claims speak of: of those alike, the one that held-out digits prefer in the domain scenario,
+    each with its own rate."""
+    rows = {row["place"]["variant"]: tuning.chosen(row)["mean"] for row in tuned("mnist")}
+    return max(ALIKE, key=lambda variant: rows.get(variant, 0.0))

@@ -2,11 +2,14 @@
 
     neurocoder run large-memory --scenario domain
     neurocoder tune large-memory
-    neurocoder sweep large-memory --seeds 10
+    neurocoder sweep large-memory --seeds 3
 
 Split MNIST, and Split CIFAR on features of a frozen backbone, with the networks of `continual/large_memory.py`: each of
 many heads reads its best slot of a large memory by addresses that are fixed at random, and rows that are not read do
 not move. Variants change one thing; `joint` learns all ten classes at once, which is the other side of the trade.
+
+The learning rate decides how much is forgotten, of a plain network most of all: each that is compared gets its own for
+every scenario, and a variant its own for the domain scenario.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ import torch
 from torch import Tensor
 
 import neurocoder as nc
-from neurocoder_lab import data, figures
+from neurocoder_lab import data, figures, tuning
 from neurocoder_lab.continual import make
-from neurocoder_lab.continual.digits import BATCH, EPOCHS, EXAMPLES, prepare
-from neurocoder_lab.continual.digits import TASKS as DIGITS
-from neurocoder_lab.continual.large_memory import CHANGES, NAMES, VARIANTS, Rows, Variant, build
+from neurocoder_lab.continual.digits import BATCH, EPOCHS, EXAMPLES, TASKS, prepare
+from neurocoder_lab.continual.large_memory import NAMES, VARIANTS, Rows, Variant, build, chosen, tuned
 from neurocoder_lab.continual.methods import TITLES
 from neurocoder_lab.continual.optimisers import adam
 from neurocoder_lab.continual.stream import MultiHead
@@ -33,7 +35,7 @@ from neurocoder_lab.errors import LabError
 from neurocoder_lab.features import features
 from neurocoder_lab.results import Runs, deviation, spread, told
 from neurocoder_lab.task import Experiment, Grid, Picture, Table
-from neurocoder_lab.tuning import best, known
+from neurocoder_lab.tuning import best
 
 Dataset = Literal["mnist", "cifar10"]
 MethodName = Literal["adam", "oewc", "si"]
@@ -41,13 +43,19 @@ Scenario = Literal["task", "domain", "class", "joint"]
 DATASETS: tuple[Dataset, ...] = Dataset.__args__
 METHODS: tuple[MethodName, ...] = MethodName.__args__
 SCENARIOS: tuple[Scenario, ...] = Scenario.__args__
-CIFAR = [[*range(first, first + 2)] for first in range(0, 10, 2)]
-RATES = (0.0001, 0.0003, 0.001, 0.003)
-COMPARED: tuple[Variant, ...] = ("sparse", "linear", "mlp", "moe", "peer")
+COMPARED: tuple[Variant, ...] = ("sparse", "linear", "features", "mlp", "moe", "peer")
 PENALISED: tuple[Variant, ...] = ("sparse", "mlp")
-PENALTIES = {"oewc": (10.0, 100.0, 1000.0, 10_000.0), "si": (30.0, 300.0, 3000.0, 30_000.0)}
-CHOSEN = {"dataset": "mnist"}  # where held-out data choose between the variants
+LINES: dict[str, tuple[Variant, ...]] = {  # what changes by degrees
+    "slots": ("slots-256", "slots-1024", "slots-4096", "sparse"),
+    "heads": ("heads-64", "sparse", "heads-1024"),
+    "slots a head reads": ("sparse", "top-2", "top-4", "soft-reads"),
+}
+# ladders: tuning begins in the middle, and goes on where it gets better
+RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)
+PENALTIES = tuple(10.0**power for power in range(-3, 8))
+UNTUNED = 1e-4
 LOOKED_AT = 1000  # images of each task, to see which slots they read
+BUSIEST = 100  # slots, those that are read most
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class LargeMemory(StreamConfig):
     dataset: Dataset = "mnist"
     """mnist: digits; cifar10: features of a frozen backbone."""
     rate: float | None = None
-    """Learning rate of Adam; by default as chosen on held-out digits, for a variant of `sparse` as for that."""
+    """Learning rate of Adam; by default as chosen on held-out data for the variant, and if it can be the scenario."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,10 +85,19 @@ class LargeMemory(StreamConfig):
 
 
 def fill(config: LargeMemory) -> dict[str, Any]:
-    like = config.variant if config.variant in COMPARED else "sparse"
-    penalty = 0.0 if config.method == "adam" else best("large-memory", "penalty", variant=like, method=config.method)
-    rate = best("large-memory", "rate", variant=like) or 0.001
-    return {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty, "rate": rate}
+    place = {"variant": config.variant if config.variant in PENALISED else "sparse", "scenario": config.scenario}
+    penalty = 0.0 if config.method == "adam" else best("large-memory", "penalty", method=config.method, **place)
+    given = {"epochs": EPOCHS[config.budget], "examples": EXAMPLES[config.budget], "penalty": penalty}
+    return given | {"rate": _rate(config.variant, config.scenario, config.dataset)}
+
+
+def _rate(variant: Variant, scenario: Scenario, dataset: Dataset) -> float:
+    """As chosen there; else in the domain scenario, which all are tuned in; else on digits."""
+    for data_set, where in product(dict.fromkeys((dataset, DATASETS[0])), (scenario, "domain")):
+        rate = best("large-memory", "rate", variant=variant, scenario=where, dataset=data_set)
+        if rate is not None:
+            return rate
+    return UNTUNED
 
 
 class Reader(Learner):
@@ -90,7 +107,7 @@ class Reader(Learner):
         super().__init__(*args, **more)
         layers = (module for module in self.model.modules() if isinstance(module, nc.Linear))
         self.layer = next(layers, None)  # the first that reads a memory
-        self.right: dict[str, Tensor] = {}  # its right programs when a task had been learned
+        self.then: dict[str, Tensor] = {}  # when a task had been learned: what it read, and its right programs
 
     @torch.no_grad()
     def _reads(self, layer: nc.Linear, task: int) -> Tensor:
@@ -113,27 +130,40 @@ class Reader(Learner):
     def _finish(self, task: int) -> None:
         super()._finish(task)
         if self.layer is not None:
-            self.right[str(task)] = self._stored(self.layer)
+            self.then |= {f"reads.{task}": self._reads(self.layer, task), f"right.{task}": self._stored(self.layer)}
 
     def conclude(self) -> dict[str, Any]:
         ending = super().conclude()
-        if self.layer is None or not self.right:
+        if self.layer is None or not self.then:
             return ending
-        reads = torch.stack([self._reads(self.layer, task) for task in range(len(self.stream))])
-        now, overwritten = self._stored(self.layer), []
-        for task, then in self.right.items():
-            moved, stored = (reads[int(task)] @ rows.norm(dim=1) for rows in (now - then, then))
-            overwritten.append(round((moved / stored).item(), 4))
+        tasks = range(len(self.stream))
+        reads, now = torch.stack([self._reads(self.layer, task) for task in tasks]), self._stored(self.layer)
+        overwritten, elsewhere = [], []
+        for task in tasks[:-1]:
+            read, then = self.then[f"reads.{task}"], self.then[f"right.{task}"]
+            moved, stored = (read @ rows.norm(dim=1) for rows in (now - then, then))
+            overwritten.append((moved / stored).item())
+            elsewhere.append(1 - torch.minimum(read, reads[task]).sum().item())
         common = torch.minimum(reads[:, None], reads[None]).sum(-1)
-        shared = [[round(share, 4) for share in row] for row in common.tolist()]
-        return ending | {"shared_reads": shared, "overwritten": overwritten}
+        busiest = reads[:, reads.sum(0).topk(min(BUSIEST, reads.shape[1])).indices]
+        seen = {
+            "shared_reads": common,
+            "overwritten": torch.tensor(overwritten),
+            "reads_elsewhere": torch.tensor(elsewhere),
+            "busiest": busiest / busiest.sum(0),
+        }
+        return ending | {name: _rounded(tensor) for name, tensor in seen.items()}
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {f"right.{task}": tensor for task, tensor in self.right.items()}
+        return super().state() | {f"then.{name}": tensor for name, tensor in self.then.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         super().load_state(state)
-        self.right = {name.removeprefix("right."): t for name, t in state.items() if name.startswith("right.")}
+        self.then = {name.removeprefix("then."): t for name, t in state.items() if name.startswith("then.")}
+
+
+def _rounded(tensor: Tensor) -> list[Any]:
+    return [_rounded(part) if part.dim() else round(part.item(), 4) for part in tensor]
 
 
 def start(config: LargeMemory) -> Reader:
@@ -141,11 +171,10 @@ def start(config: LargeMemory) -> Reader:
         raise LabError("this is not tuned yet: neurocoder tune large-memory --settings penalty")
     digits = config.dataset == "mnist"
     examples = data.images("mnist") if digits else features(config.dataset)
-    tasks = DIGITS if digits else CIFAR
     joint = config.scenario == "joint"
     stream = config.stream(
         examples,
-        [[*range(10)]] if joint else tasks,
+        [[*range(10)]] if joint else TASKS,
         "class" if joint else config.scenario,
         prepare if digits else Tensor.float,
     )
@@ -162,28 +191,32 @@ def start(config: LargeMemory) -> Reader:
 
 
 def tabulate(runs: Runs) -> list[Table]:
-    """Accuracy of every variant in every scenario, one table a data set; and what held-out digits said of them."""
+    """Accuracy of every variant in every scenario, one table a data set; and what held-out data said of them."""
     tables: list[Table] = []
     for dataset in DATASETS:
         here = runs.where(dataset=dataset)
         places = product(SCENARIOS, METHODS)
         columns = [(s, m) for s, m in places if here.where(scenario=s, method=m)]
-        header = ["variant", "what it is", "trained parameters", *(f"{s}, {TITLES[m]}" for s, m in columns)]
+        titles = [f"{s}, {TITLES[m]}" for s, m in columns]
+        header = ["variant", "what it is", "trained parameters", *titles, "domain, Adam: each just learned"]
         rows = []
         for variant in VARIANTS:
             if mine := here.where(variant=variant):
+                sizes = sorted({run["final"]["parameters"] for run in mine})
                 cells = [spread(mine.where(scenario=s, method=m).values("accuracy")) for s, m in columns]
-                rows.append([variant, NAMES[variant], f"{mine[0]['final']['parameters']:,}", *cells])
+                learned = spread(mine.where(scenario="domain", method="adam").values("learned"))
+                size = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
+                rows.append([variant, NAMES[variant], size, *cells, learned])
         if rows:
             tables.append((f"Large memories, {dataset}: accuracy after the last task, %", header, rows))
-    for row in known():
-        if (row["experiment"], row["place"]) == ("large-memory", CHOSEN):
-            title = "What of it matters: domain scenario, Adam alone, held-out digits, accuracy after the last task, %"
-            rows = []
-            for one in row["tried"]:
-                cell = told(one["mean"], one["std"], one["n"]) if one["n"] else "failed"
-                rows.append([one["values"]["variant"], NAMES[one["values"]["variant"]], cell])
-            tables.append((title, ["variant", "what it is", "accuracy"], rows))
+        rows = []
+        for row in tuned(dataset):
+            one, variant = tuning.chosen(row), row["place"]["variant"]
+            cell = told(one["mean"], one["std"], one["n"])
+            rows.append([variant, NAMES[variant], f"{one['values']['rate']:g}", cell])
+        if rows:
+            title = f"What of it matters, {dataset}: domain scenario, Adam alone, held-out data, after the last task, %"
+            tables.append((title, ["variant", "what it is", "learning rate", "accuracy"], rows))
     return tables
 
 
@@ -199,21 +232,24 @@ def draw(runs: Runs) -> list[Picture]:
     if points:
         title = "Split MNIST, Adam alone: what is kept against what can be learned at all"
         words = "all ten digits at once: accuracy, %", "domain scenario, after the last task: accuracy, %"
-        pictures.append((title, figures.trade(points, *words)))
-    for variant in dict.fromkeys((best("large-memory", "variant", **CHOSEN) or "sparse", "learned", "ordinary")):
+        pictures.append((title, figures.trade(points, LINES, *words)))
+    for variant in dict.fromkeys((chosen(), "learned", "ordinary")):
         ended = [run["final"] for run in digits.where(variant=variant, scenario="domain")]
         ended = [final for final in ended if "shared_reads" in final]
         if ended:
-            table, moved = (
-                torch.tensor([final[name] for final in ended]).mean(0).tolist()
-                for name in ("shared_reads", "overwritten")
+            seen = {
+                name: torch.tensor([final[name] for final in ended]).mean(0).tolist()
+                for name in ("shared_reads", "overwritten", "reads_elsewhere")
+            }
+            title = (
+                f"Split MNIST, domain, {variant}: the {BUSIEST} slots that are read most, and by which task (seed 0); "
             )
-            title = f"Split MNIST, domain, {variant}: reads that two tasks share, and how far later ones moved them"
-            pictures.append((title, figures.shared(table, moved)))
+            title += "reads that two tasks share, and what later tasks changed"
+            pictures.append((title, figures.reads(ended[0]["busiest"], *seen.values())))
     return pictures
 
 
-CANDIDATES = tuple(variant for variant in VARIANTS if variant in CHANGES)
+HELD_OUT = {"measure": "validation", "method": "adam"}
 EXPERIMENT = Experiment(
     name="large-memory",
     config=LargeMemory,
@@ -224,23 +260,20 @@ EXPERIMENT = Experiment(
     figures=draw,
     tables=tabulate,
     grids=[
+        Grid(places, lambda place: {"rate": RATES}, HELD_OUT, "accuracy", ladder=True)
+        for places in (
+            {"variant": VARIANTS, "scenario": ("domain",), "dataset": ("mnist",)},
+            {"variant": COMPARED, "scenario": ("task", "class", "joint"), "dataset": ("mnist",)},
+            {"variant": COMPARED, "scenario": SCENARIOS, "dataset": ("cifar10",)},
+        )
+    ]
+    + [
         Grid(
-            {"variant": COMPARED},
-            lambda place: {"rate": RATES},
-            {"measure": "validation", "method": "adam", "scenario": "domain", "dataset": "mnist"},
+            {"variant": PENALISED, "method": METHODS[1:], "scenario": ("task", "domain", "class")},
+            lambda place: {"penalty": PENALTIES},
+            {"measure": "validation", "dataset": "mnist"},
             "accuracy",
-        ),
-        Grid(  # which of them matters, and the one by which our claims are judged
-            {name: (value,) for name, value in CHOSEN.items()},
-            lambda place: {"variant": CANDIDATES},
-            {"measure": "validation", "method": "adam", "scenario": "domain"},
-            "accuracy",
-        ),
-        Grid(  # in the domain scenario, for all three
-            {"variant": PENALISED, "method": METHODS[1:]},
-            lambda place: {"penalty": PENALTIES[place["method"]]},
-            {"measure": "validation", "scenario": "domain", "dataset": "mnist"},
-            "accuracy",
+            ladder=True,
         ),
     ],
     main={"method": ("adam",), "dataset": ("mnist",)},
