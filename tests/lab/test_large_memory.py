@@ -26,7 +26,7 @@ def test_networks_have_as_many_parameters_as_the_sparse_one(scenario, width):
     with torch.device("meta"):
         networks = {variant: large_memory.build(variant, scenario, width) for variant in VARIANTS}
     sizes = {v: sum(p.numel() for p in net.parameters() if p.requires_grad) for v, net in networks.items()}
-    assert all(abs(sizes[variant] / sizes["sparse"] - 1) < 0.02 for variant in (*ALIKE, "heads-1024", "mlp"))
+    assert all(abs(sizes[variant] / sizes["sparse"] - 1) < 0.02 for variant in (*ALIKE, "heads-512", "mlp"))
     assert all(0.95 < sizes[v] / sizes["sparse"] < 1.15 for v in ("moe", "peer"))  # with gates; a square
     assert sizes["slots-256"] < sizes["slots-4096"] < sizes["sparse"]
     assert sizes["linear"] < sizes["features"] < sizes["sparse"]
@@ -110,7 +110,7 @@ def test_each_has_the_rate_that_was_chosen_for_it_or_the_nearest(monkeypatch):
     rows = [
         row("sparse", "domain", "mnist", **{"1e-4": 90.0, "3e-4": 80.0}),
         row("top-2", "domain", "mnist", **{"1e-4": 80.0, "3e-4": 91.0}),
-        row("heads-1024", "domain", "mnist", **{"1e-4": 95.0}),  # costs more than the others
+        row("heads-512", "domain", "mnist", **{"1e-4": 95.0}),  # costs more than the others
         row("sparse", "joint", "mnist", **{"1e-2": 90.0}),
         row("sparse", "domain", "cifar10", **{"1e-5": 90.0}),
     ]
@@ -193,7 +193,7 @@ def test_rows_that_were_looked_up_once_are_those_that_are_searched(scenario):
 
 def test_images_are_looked_up_only_where_nothing_before_the_rows_learns():
     looked_up = {}
-    for variant in ("sparse", "heads-64", "residual", "shared-first", "learned", "top-2", "two-hidden", "mlp"):
+    for variant in ("sparse", "heads-32", "residual", "shared-first", "learned", "top-2", "two-hidden", "mlp"):
         task: Any = EXPERIMENT.start(EXPERIMENT.resolve(LargeMemory(variant=variant, budget="smoke")))
         looked_up[variant] = not task.stream.test[0][0].is_floating_point()
-    assert [variant for variant, found in looked_up.items() if found] == ["sparse", "heads-64"]
+    assert [variant for variant, found in looked_up.items() if found] == ["sparse", "heads-32"]

@@ -28,8 +28,8 @@ Variant = Literal[
     "top-4",
     "learned",
     "ordinary",
-    "heads-64",
-    "heads-1024",
+    "heads-32",
+    "heads-512",
     "soft-reads",
     "residual",
     "shared-first",
@@ -42,7 +42,7 @@ Variant = Literal[
 ]
 VARIANTS: tuple[Variant, ...] = Variant.__args__
 CENTRE: dict[str, Any] = {
-    "slots": 65_536, "heads": 256, "key_dim": 32, "top_k": 1, "one_choice": True, "addresses": "fixed",
+    "slots": 65_536, "heads": 128, "key_dim": 32, "top_k": 1, "one_choice": True, "addresses": "fixed",
     "product_keys": True, "sparse": True,
 }  # fmt: skip
 CHANGES: dict[Variant, dict[str, Any]] = {
@@ -54,15 +54,15 @@ CHANGES: dict[Variant, dict[str, Any]] = {
     "top-4": {"top_k": 4},
     "learned": {"addresses": "learned", "top_k": 2},
     "ordinary": {"sparse": False},
-    "heads-64": {"heads": 64},
-    "heads-1024": {"heads": 1024},
+    "heads-32": {"heads": 32},
+    "heads-512": {"heads": 512},
     "soft-reads": {"top_k": 4, "sharpness": 1.0},
     "residual": {},
     "shared-first": {},
     "two-hidden": {"slots": 1024, "heads": 8, "key_dim": 5, "product_keys": False},
 }
 NAMES: dict[Variant, str] = {
-    "sparse": "65,536 slots, 256 heads, the best slot each, addresses fixed, only rows that were read move",
+    "sparse": "65,536 slots, 128 heads, the best slot each, addresses fixed, only rows that were read move",
     "slots-256": "256 slots, and so fewer parameters",
     "slots-1024": "1,024 slots, and so fewer parameters",
     "slots-4096": "4,096 slots, and so fewer parameters",
@@ -70,8 +70,8 @@ NAMES: dict[Variant, str] = {
     "top-4": "the best 4 slots a head",
     "learned": "the best 2 slots a head, addresses learned",
     "ordinary": "ordinary Adam: rows that were not read move, too",
-    "heads-64": "64 heads",
-    "heads-1024": "1,024 heads",
+    "heads-32": "32 heads",
+    "heads-512": "512 heads",
     "soft-reads": "the best 4 slots a head, softer: sharpness 1",
     "residual": "beside a plain linear layer",
     "shared-first": "behind a plain hidden layer of 256",
@@ -82,7 +82,7 @@ NAMES: dict[Variant, str] = {
     "moe": "mixture of 8 experts, 1 a row by gates that learn an even load, of as many parameters",
     "peer": "PEER: rank-one experts, 8 heads, the best 2 each, of as many parameters; plain output layer",
 }
-ALIKE: tuple[Variant, ...] = ("sparse", "top-2", "top-4", "ordinary", "heads-64", "soft-reads")  # in size and cost
+ALIKE: tuple[Variant, ...] = ("sparse", "top-2", "top-4", "ordinary", "heads-32", "soft-reads")  # in size and cost
 HIDDEN = 256
 FEATURES = 4096
 CLASSES = 10

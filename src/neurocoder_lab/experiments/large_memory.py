@@ -47,7 +47,7 @@ COMPARED: tuple[Variant, ...] = ("sparse", "linear", "features", "mlp", "moe", "
 PENALISED: tuple[Variant, ...] = ("sparse", "mlp")
 LINES: dict[str, tuple[Variant, ...]] = {  # what changes by degrees
     "slots": ("slots-256", "slots-1024", "slots-4096", "sparse"),
-    "heads": ("heads-64", "sparse", "heads-1024"),
+    "heads": ("heads-32", "sparse", "heads-512"),
     "slots a head reads": ("sparse", "top-2", "top-4", "soft-reads"),
 }
 # ladders: tuning begins in the middle, and goes on where it gets better
