@@ -77,7 +77,7 @@ def _narrowed(grid: Grid, axes: dict[str, tuple[Any, ...]]) -> Grid | None:
 
 
 def _told(grid: Grid) -> str:
-    places = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in grid.over.items())
+    places = " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, values))}" for name, values in grid.over.items())
     return f"{' and '.join(sorted(grid.settings()))} for {places}"
 
 

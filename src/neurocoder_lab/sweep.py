@@ -90,7 +90,8 @@ def command_of(
     words += f" --precision {precision}" if precision != "no" else ""
     for name, values in experiment.axes.items():
         if {*axes[name]} != {*experiment.main.get(name, values)}:
-            words += f" --{name} {' '.join(str(value) for value in (*values, None) if value in axes[name])}"
+            chosen = [str(value) for value in (*values, None) if value in axes[name]]
+            words += f" --{name.replace('_', '-')} {' '.join(chosen)}"
     return words
 
 
