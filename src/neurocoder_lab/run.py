@@ -1,8 +1,8 @@
 """The run engine: train a task in a folder, measure, and go on after a kill as if nothing had happened.
 
-A folder holds config.json, environment.json, metrics.jsonl, checkpoints/, and at the end result.json and
-model.safetensors. Times are in result.json alone: all else is the same, to the bit, however often a run was
-interrupted.
+A folder holds config.json, environment.json, metrics.jsonl and checkpoints/; at the end, in place of the last,
+result.json and model.safetensors. Times are in result.json alone: all else is the same, to the bit, however often a
+run was interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import closing, nullcontext
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -197,6 +198,7 @@ class _Run:
         if self.first:
             nc.save(task.accelerator.unwrap_model(task.network), self.folder / "model.safetensors")
             write_json(self.folder / "result.json", result)
+            rmtree(self.folder / "checkpoints", ignore_errors=True)  # nobody goes on from there, and they are large
         return result
 
     def checkpoint(self, metrics: Any) -> None:

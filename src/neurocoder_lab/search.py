@@ -116,27 +116,43 @@ def _try(
             row["tried"].append({"values": values, "n": len(scores)} | numbers)
             commits = {provenance.commit(read_json(folder / "environment.json")) for folder in folders}
             row["commits"] = sorted({*row["commits"], *commits})
-        asked = [(row, values) for row in rows if (values := _next(grid, row)) is not None]
+        asked = [(row, values) for row in rows for values in _next(grid, row)]
     return [row for row in rows if any(tried["n"] for tried in row["tried"])]
 
 
 def _first(grid: Grid, place: dict[str, Any]) -> list[dict[str, Any]]:
     """What is tried at a place before anything is known of it."""
-    every = _combinations(grid.values(place))
-    middle = len(every) // 2
-    return every[max(middle - 1, 0) : middle + 2] if grid.ladder else every
+    values = grid.values(place)
+    return _combinations({name: _spread(some) for name, some in values.items()} if grid.ladder else values)
 
 
-def _next(grid: Grid, row: Row) -> dict[str, Any] | None:
-    """On a ladder, what lies beside the best and was not tried yet."""
+def _spread(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    middle, apart = len(values) // 2, len(values) // 4
+    return (values[middle],) if len(values) < 5 else values[middle - apart : middle + apart + 1 : apart]
+
+
+def _next(grid: Grid, row: Row) -> list[dict[str, Any]]:
+    """On a ladder, what lies beside the best and was not tried yet; nothing where one of equals has its neighbours."""
     tried = [one["values"] for one in row["tried"]]
     if not grid.ladder or not any(one["n"] for one in row["tried"]):
-        return None
-    every = _combinations(grid.values(row["place"]))
-    row["tried"].sort(key=lambda one: every.index(one["values"]))
-    at = every.index(chosen(row)["values"])
-    beside = every[max(at - 1, 0) : at + 2]
-    return next((values for values in beside if values not in tried), None)
+        return []
+    values = grid.values(row["place"])
+    best = chosen(row)
+    equals = [one["values"] for one in row["tried"] if one["n"] == best["n"] and one["mean"] == best["mean"]]
+    left = [[other for other in _beside(values, one) if other not in tried] for one in equals]
+    row["tried"].sort(key=lambda one: [values[name].index(value) for name, value in one["values"].items()])
+    return min(left, key=len)
+
+
+def _beside(values: dict[str, tuple[Any, ...]], one: dict[str, Any]) -> list[dict[str, Any]]:
+    """One step up or down in one of the settings."""
+    places = {name: some.index(one[name]) for name, some in values.items()}
+    return [
+        one | {name: values[name][place + step]}
+        for name, place in places.items()
+        for step in (-1, 1)
+        if 0 <= place + step < len(values[name])
+    ]
 
 
 def _measured(grid: Grid, folder: Path) -> float:

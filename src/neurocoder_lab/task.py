@@ -131,8 +131,8 @@ class Grid:
         metric: what is measured, averaged over the `last` evaluations of a run.
         lower: whether lower is better.
         across: further axes; what is measured is averaged over them, as it is over the seeds.
-        ladder: of one setting whose values are in order: begin with the three in the middle, and go on to the next
-            while the best is at an end of what was tried.
+        ladder: values are in order, and not all are tried: first three that are spread over them, of a setting with
+            fewer than five the middle one; then those beside the best, until it has been better than its neighbours.
     """
 
     over: dict[str, tuple[Any, ...]]

@@ -127,7 +127,9 @@ def controlled(**options) -> nn.Module:
 def rows():
     """Heads that read the same row, and what they look at beside what they map."""
     chosen: dict = {"slots": 9, "heads": 5, "key_dim": 4, "top_k": 1, "one_choice": True, "addresses": "fixed"}
-    return nn.Sequential(Rows(6, 3, random=True, product_keys=True, sparse=True, **chosen))
+    model = nn.Sequential(Rows(6, 3, product_keys=True, sparse=True, **chosen))
+    nn.init.normal_(model[0].layer.memory.right)
+    return model
 
 
 MODELS = {

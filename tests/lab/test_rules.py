@@ -73,7 +73,7 @@ def test_large_memories_are_compared_at_equal_size_over_ten_seeds():
     place = {"scenario": "domain", "method": "adam", "dataset": "mnist"}
     others = [
         one
-        for variant in ("linear", "features", "mlp", "moe", "peer")
+        for variant in ("linear", "features", "winners", "mlp", "moe", "peer")
         for one in several({"variant": variant} | place, seeds=10, accuracy=55.0, parameters=250_000)
     ]
     for accuracy, size, seeds, wanted in (

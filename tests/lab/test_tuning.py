@@ -77,6 +77,34 @@ def test_a_ladder_is_climbed_until_the_best_has_neighbours(tmp_path, in_this_pro
         assert tuning.best("polynomial", "rate", model="linear") == 0.01
 
 
+@pytest.mark.parametrize(
+    ("score", "wanted", "most"),
+    [
+        (lambda a, b: -abs(a - 2), {"a": 2}, 6),
+        (lambda a, b: -abs(a - 12), {"a": 12}, 7),
+        (lambda a, b: 9 if a == 3 else 8 if a == 4 else 5, {"a": 3}, 5),  # flat elsewhere
+        (lambda a, b: 1.0, None, 5),  # flat everywhere
+        (lambda a, b: -abs(a - 7) - 3 * abs(b - 2), {"a": 7, "b": 2}, 10),
+        (lambda a, b: -abs(a - 7) - 3 * abs(b), {"a": 7, "b": 0}, 10),
+    ],
+)
+def test_a_ladder_starts_wide_and_finds_the_top(score, wanted, most):
+    values = {"a": tuple(range(13)), "b": (0, 1, 2)}
+    if wanted is None or "b" not in wanted:
+        values.pop("b")
+    ladder = Grid({}, lambda place: values, {}, "accuracy", ladder=True)
+    tried = {"place": {}, "lower": False, "tried": []}
+    asked = search._first(ladder, {})
+    assert {one["a"] for one in asked} == {3, 6, 9}
+    while asked:
+        tried["tried"] += [{"values": one, "n": 3, "mean": score(one["a"], one.get("b"))} for one in asked]
+        asked = search._next(ladder, tried)
+    names = [one["values"] for one in tried["tried"]]
+    assert len(names) <= most
+    assert not [one for one in names if names.count(one) > 1]
+    assert wanted in (None, tuning.chosen(tried)["values"])
+
+
 def test_what_is_tuned_beside_the_results_comes_before_the_package(tmp_path, monkeypatch):
     place = {"scenario": "domain", "model": "mlp", "method": "l2"}
     packaged = SPLIT.resolve(SplitMnist(**place, strength="tuned")).penalty

@@ -4,7 +4,7 @@
 not learn, and which row that is depends on the input by addresses that are fixed at random. Other variants change one
 thing of it; `learned` one of `top-2`, since addresses of a single slot have no gradient, `soft-reads` one of `top-4`;
 `two-hidden` is another network of such layers. Plain layers, experts and PEER get as many parameters to train, but
-`linear`, and `features`, which has fixed random features without the memory.
+`linear`, `features` and `winners`: the last two have fixed random features without the memory.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Variant = Literal[
     "two-hidden",
     "linear",
     "features",
+    "winners",
     "mlp",
     "moe",
     "peer",
@@ -68,7 +69,7 @@ NAMES: dict[Variant, str] = {
     "slots-4096": "4,096 slots, and so fewer parameters",
     "top-2": "the best 2 slots a head",
     "top-4": "the best 4 slots a head",
-    "learned": "the best 2 slots a head, addresses learned",
+    "learned": "the best 2 slots a head, addresses learned, and so many more parameters",
     "ordinary": "ordinary Adam: rows that were not read move, too",
     "heads-32": "32 heads",
     "heads-512": "512 heads",
@@ -77,19 +78,20 @@ NAMES: dict[Variant, str] = {
     "shared-first": "behind a plain hidden layer of 256",
     "two-hidden": "two hidden layers of 256: 1,024 slots, 8 heads, keys of 5; plain output layer",
     "linear": "plain linear layer of the input",
-    "features": "plain linear layer of 4,096 fixed random features through ReLU: nothing is sparse",
+    "features": "plain linear layer of 4,096 fixed random features through ReLU",
+    "winners": "the same, but of an image only its 256 largest features",
     "mlp": "plain MLP of as many parameters",
     "moe": "mixture of 8 experts, 1 a row by gates that learn an even load, of as many parameters",
-    "peer": "PEER: rank-one experts, 8 heads, the best 2 each, of as many parameters; plain output layer",
+    "peer": "PEER: 4 heads, the best 2 each of 49 rank-one experts and more, of as many parameters; plain output layer",
 }
-ALIKE: tuple[Variant, ...] = ("sparse", "top-2", "top-4", "ordinary", "heads-32", "soft-reads")  # in size and cost
+ALIKE: tuple[Variant, ...] = ("sparse", "top-2", "top-4", "ordinary", "heads-32", "soft-reads")  # in size
 HIDDEN = 256
-FEATURES = 4096
+FEATURES, WINNERS = 4096, 256
 CLASSES = 10
 AT_ONCE = 500  # inputs of which the rows are looked up
 SCALE = 30.0  # of the outputs, beside what suits a fresh layer: a step of Adam moves them as much further
 EXPERTS = 8
-PEER = {"heads": 8, "reads": 2, "key_dim": 5}  # of one read the scores have no gradient
+PEER = {"heads": 4, "reads": 2, "key_dim": 3}  # of one read the scores have no gradient
 
 
 def build(variant: Variant, scenario: Scenario | Literal["joint"], width: int) -> nn.Module:
@@ -154,20 +156,25 @@ class Rows(nn.Module):
 
 
 class Features(nn.Module):
-    """Fixed random features: the input times numbers that are drawn once, through ReLU."""
+    """Fixed random features: the input times numbers that are drawn once, through ReLU, or the largest alone."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, winners: int | None = None):
         super().__init__()
         self.register_buffer("weight", torch.randn(outputs, inputs) * inputs**-0.5)
+        self.winners = winners
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight).relu()
+        y = nn.functional.linear(x, self.weight)
+        if self.winners is None:
+            return y.relu()
+        best = y.topk(self.winners, 1)
+        return torch.zeros_like(y).scatter(1, best.indices, best.values)
 
 
 def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int]:
     """What comes before the output layer, and how wide it is; `size` are the parameters of the memory of `sparse`."""
-    if variant == "features":
-        return [Features(width, FEATURES)], FEATURES
+    if variant in ("features", "winners"):
+        return [Features(width, FEATURES, WINNERS if variant == "winners" else None)], FEATURES
     if variant == "peer":
         queries = 2 * PEER["heads"] * PEER["key_dim"] * width
         return [Peer(width, round(((size - queries) / (2 * width)) ** 0.5) ** 2, **PEER)], width
@@ -179,7 +186,7 @@ def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int
         return [module for layer in layers for module in (layer, nn.ReLU())], HIDDEN
     if variant not in ("mlp", "moe"):
         return [], width
-    each = size if variant == "mlp" else size / EXPERTS
+    each = size if variant == "mlp" else size / EXPERTS - 2 * width  # each expert's gate and its noise
     wide = round(((width**2 + 4 * each) ** 0.5 - width) / 2)
     body = nn.Sequential(*mlp(width, wide, wide, bias=False), nn.ReLU())
     if variant == "moe":

@@ -22,7 +22,8 @@ def rules() -> dict[str, Rule]:
     def rule(*tests: Bound | Compare, **more) -> Rule:
         return Rule("large-memory", tests, fewest=FEWEST, note=note, **more)
 
-    mine, small, large = group(variant), (group("linear"), group("features")), [*map(group, ("mlp", "moe", "peer"))]
+    mine = group(variant)
+    small, large = ([*map(group, names)] for names in (("linear", "features", "winners"), ("mlp", "moe", "peer")))
     return {
         "ours-large-memory-kept": rule(
             *(Compare(mine, other) for other in (*small, *large)),
