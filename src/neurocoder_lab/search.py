@@ -117,6 +117,9 @@ def _try(
             commits = {provenance.commit(read_json(folder / "environment.json")) for folder in folders}
             row["commits"] = sorted({*row["commits"], *commits})
         asked = [(row, values) for row in rows for values in _next(grid, row)]
+    for row in rows:
+        every = _combinations(grid.values(row["place"]))
+        row["tried"].sort(key=lambda one, every=every: every.index(one["values"]))
     return [row for row in rows if any(tried["n"] for tried in row["tried"])]
 
 
@@ -140,7 +143,6 @@ def _next(grid: Grid, row: Row) -> list[dict[str, Any]]:
     best = chosen(row)
     equals = [one["values"] for one in row["tried"] if one["n"] == best["n"] and one["mean"] == best["mean"]]
     left = [[other for other in _beside(values, one) if other not in tried] for one in equals]
-    row["tried"].sort(key=lambda one: [values[name].index(value) for name, value in one["values"].items()])
     return min(left, key=len)
 
 

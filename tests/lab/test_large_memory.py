@@ -110,7 +110,7 @@ def test_each_has_the_rate_that_was_chosen_for_it_or_the_nearest(monkeypatch):
     rows = [
         row("sparse", "domain", "mnist", **{"1e-4": 90.0, "3e-4": 80.0}),
         row("top-2", "domain", "mnist", **{"1e-4": 80.0, "3e-4": 91.0}),
-        row("heads-512", "domain", "mnist", **{"1e-4": 95.0}),  # costs more than the others
+        row("heads-512", "domain", "mnist", **{"1e-4": 95.0}),  # not among those alike
         row("sparse", "joint", "mnist", **{"1e-2": 90.0}),
         row("sparse", "domain", "cifar10", **{"1e-5": 90.0}),
     ]
