@@ -294,9 +294,50 @@ def test_what_was_found_once_need_not_be_searched_again(options, monkeypatch):
         layer(x, reads=reads + layer.slots)
     with pytest.raises(ValueError, match="call the layer without reads="), nc.trace(layer):
         layer(x, reads=reads)
+    with pytest.raises(TypeError, match=r"reads must be a tensor, as .* gives it, got list"):
+        layer(x, reads=reads.tolist())
+    with pytest.raises(ValueError, match="reads= stands for the control: give one of them"):
+        layer(x, x, reads=reads)
 
 
-@pytest.mark.parametrize("options", [{"addresses": "learned"}, {"top_k": 2}, {"residual": True}])
+@pytest.mark.parametrize(
+    "options", [{"slots": 20}, {"slots": 400}, {"slots": 2000}, {"slots": 400, "product_keys": True}]
+)
+def test_an_input_that_is_not_finite_disturbs_no_other(options):
+    torch.manual_seed(0)
+    layer, x = nc.Linear(6, 3, heads=2, key_dim=4, top_k=2, **options), torch.randn(5, 6)
+    wanted = layer(x)
+    x[1, 2], x[3, 0] = torch.nan, torch.inf
+    y = layer(x)
+    y.nansum().backward()
+    assert torch.equal(y.isnan().any(1), torch.tensor([False, True, False, True, False]))
+    torch.testing.assert_close(y[::2], wanted[::2])
+    with pytest.raises(ValueError, match="finite"):
+        nc.diagnose(layer, x)
+
+
+def test_many_queries_are_searched_in_parts(monkeypatch):
+    layer = nc.Linear(6, 3, slots=2000, heads=2, top_k=2, one_choice=True).double()
+    x = torch.randn(50, 6, dtype=torch.float64)  # in which rounding decides nothing
+    wanted = layer.reads(x)
+    monkeypatch.setattr(search, "_SOUGHT", 7)
+    assert torch.equal(layer.reads(x), wanted)
+
+
+@pytest.mark.parametrize("parameters", [None, 80_000])
+def test_what_needs_slots_says_so(parameters):
+    model = nn.Sequential(nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
+    with pytest.raises(ValueError, match="give slots="):
+        nc.recode(model, "*", parameters=parameters, top_k=2, key_dim=4, product_keys=True)
+    with pytest.raises(ValueError, match="give slots= to start afresh, or base='frozen'"):
+        nc.recode(model, "*", top_k=2, addresses="fixed")
+    assert nc.recode(model, "*", base="frozen", top_k=2, addresses="fixed") == ["0", "2"]
+    assert len(model[0].reads(torch.randn(64, 200)).flatten(1).unique(dim=0)) > 32
+
+
+@pytest.mark.parametrize(
+    "options", [{"addresses": "learned"}, {"top_k": 2}, {"residual": True}, {"controller_sees": "read"}]
+)
 def test_what_may_change_is_searched_every_time(options):
     layer = nc.Linear(6, 3, **{"slots": 40, "heads": 2, "top_k": 1, "addresses": "fixed"} | options)
     with pytest.raises(ValueError, match="others look at their input at every call"):

@@ -22,7 +22,10 @@ class SparseAdam(torch.optim.SparseAdam):
         given = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p, _ in given:
             if not p.grad.is_sparse:
-                raise RuntimeError("SparseAdam does not support dense gradients, please consider Adam instead")
+                raise RuntimeError(
+                    f"SparseAdam takes sparse gradients, got a dense one for {tuple(p.shape)}: they are dense without "
+                    "sparse=True, under torch.compile or torch.func, and with create_graph=True; Adam takes those"
+                )
             if p.grad.sparse_dim() != 1:
                 raise RuntimeError(
                     f"this SparseAdam takes gradients of whole rows, got one of {p.grad.sparse_dim()} sparse "

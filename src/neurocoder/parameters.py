@@ -12,7 +12,8 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
         rest, rows = nc.split_parameters(model)
         optimisers = [torch.optim.Adam(rest), nc.SparseAdam(rows)]
 
-    `SparseAdam` moves the rows that were read, and no others; `torch.optim.SGD` and `Adagrad` take both kinds.
+    `SparseAdam` moves the rows that were read, and no others; `torch.optim.SGD` and `Adagrad`, without
+    weight decay, take both kinds.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"split_parameters takes an nn.Module, got {type(model).__name__}")

@@ -54,6 +54,12 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     Where there is too little, that layer shrinks which frees most. Small layers are left out before large ones have
     fewer than `ENOUGH` slots, and what does not fit with two slots is left out, too.
     """
+    _check_said(given)
+    if given.get("addresses") == "fixed" and not frozen:
+        raise ValueError(
+            "a layer starts as the old one by a controller that learns to tell inputs apart, and addresses='fixed' "
+            "never do: give slots= to start afresh, or base='frozen'"
+        )
     room = ROOM * count(unwrap(model))
     least = max(given.get("least_used") or 0, given.get("top_k") or 0)
     steps = {name: _candidates(old, least) for name, old in layers.items()}
@@ -83,6 +89,11 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     return {name: defaults(places[0], given, frozen) for name, places in steps.items()}
 
 
+def _check_said(given: Options) -> None:
+    if given.get("product_keys"):
+        raise ValueError("product keys are for a large memory, of n * n slots: give slots=, e.g. slots=4096")
+
+
 def _candidates(old: nn.Module, least: int) -> list[tuple[int, int]]:
     """Slots and heads that make sense, largest first: no more slots than inputs. Every group of a convolution reads all
     of them at every position, so there a quarter of its outputs: that is the time it adds."""
@@ -104,6 +115,7 @@ def match(
         raise TypeError(f"{kind.__name__} has no option that decides its size: leave out parameters=")
     if given.get(kind.size) is not None:
         raise TypeError(f"parameters chooses {kind.size}: give one of them")
+    _check_said(given)
     rest = count(unwrap(model)) - count(*layers.values())
     if kind.size == "hidden":
         given = {"layers": 2} | given  # a generator without a hidden layer has one size

@@ -6,18 +6,15 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from neurocoder_lab import cache
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.store import make_folder, replacing
 
 VARIABLE = "NEUROCODER_DATA"
 HUB = {
@@ -112,25 +109,16 @@ def _together(*fingerprints: str) -> str:
 
 def _split(name: str, split: str) -> tuple[dict[str, Tensor], str]:
     """The tensors of a split, and their fingerprint."""
-    kept = cache() / f"{name}-{split}.safetensors"
     source = _local(name, split)
     stamp = f"{source.stat().st_size}-{source.stat().st_mtime_ns}" if source else "hub"
-    if kept.is_file():
-        with suppress(SafetensorError), safe_open(kept, framework="pt") as file:  # a broken one is made again
-            about = file.metadata() or {}
-            if about.get("stamp") == stamp:
-                return {key: file.get_tensor(key) for key in file.keys()}, about["fingerprint"]  # noqa: SIM118
-    tensors = _decode(name, split, source)
-    content = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
-    fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
-    make_folder(kept.parent)
-    with replacing(kept) as temporary:
-        save_file(tensors, temporary, metadata={"stamp": stamp, "fingerprint": fingerprint})
-    return tensors, fingerprint
 
+    def make() -> tuple[cache.Tensors, dict[str, str]]:
+        tensors = _decode(name, split, source)
+        content = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+        return tensors, {"fingerprint": hashlib.blake2b(content, digest_size=16).hexdigest()}
 
-def cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "neurocoder"
+    tensors, about = cache.kept(cache.folder() / f"{name}-{split}.safetensors", stamp, make)
+    return tensors, about["fingerprint"]
 
 
 def _local(name: str, split: str) -> Path | None:
@@ -155,7 +143,7 @@ def _decode(name: str, split: str, source: Path | None) -> dict[str, Tensor]:
             table = datasets.load_dataset(HUB[name], split=split)
     except (OSError, ValueError, DatasetsError) as error:
         if source is not None:
-            told = f"is it whole, and can {cache().parent} be written to?"
+            told = f"is it whole, and can {cache.folder().parent} be written to?"
             raise LabError(f"{source} cannot be read ({error}): {told}") from None
         now = f", as {os.environ[VARIABLE]} does not" if os.environ.get(VARIABLE) else ""
         raise LabError(

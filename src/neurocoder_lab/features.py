@@ -5,23 +5,23 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from io import StringIO
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neurocoder_lab import data
+from neurocoder_lab import cache, data
 from neurocoder_lab.errors import LabError
 from neurocoder_lab.networks import resnet18
 from neurocoder_lab.progress import Progress
-from neurocoder_lab.store import make_folder, replacing, waiting_for
+from neurocoder_lab.store import make_folder, waiting_for
 
 Backbone = Literal["efficientnet-lite0", "resnet18"]
 SIZE = 128  # images are enlarged to this
@@ -44,7 +44,7 @@ def features(
         )
     stamp = f"{images.fingerprint}-{backbone}-{SIZE}-{_digest(Path(weights)) if weights else 'packaged'}"
     fingerprint = hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest()
-    folder = data.cache() / "features" / f"{name}-{backbone}-{fingerprint}"
+    folder = cache.folder() / "features" / f"{name}-{backbone}-{fingerprint}"
     make_folder(folder)
     extract = _Extractor(backbone, weights, stamp)
     splits = {"train": images.train, "validation": images.validation, "test": images.test}
@@ -70,18 +70,14 @@ class _Extractor:
         self.mean, self.deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in PIXELS[backbone])
 
     def __call__(self, x: Tensor, file: Path) -> Tensor:
-        if file.is_file():
-            with suppress(SafetensorError), safe_open(file, framework="pt") as stored:  # a broken one is made again
-                kept = stored.get_tensor("features")
-                if (stored.metadata() or {}).get("stamp") == self.stamp and len(kept) == len(x):
-                    return kept
-        if self.network is None:
-            self.network = load(self.backbone, self.weights).eval().to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            computed = torch.cat([self.network(self._enlarge(part)) for part in x.split(BATCH)]).half()
-        with replacing(file) as temporary:
-            save_file({"features": computed}, temporary, metadata={"stamp": self.stamp})
-        return computed
+        def make() -> tuple[cache.Tensors, dict[str, str]]:
+            if self.network is None:
+                self.network = load(self.backbone, self.weights).eval().to(memory_format=torch.channels_last)
+            with torch.no_grad():
+                computed = torch.cat([self.network(self._enlarge(part)) for part in x.split(BATCH)]).half()
+            return {"features": computed}, {}
+
+        return cache.kept(file, f"{self.stamp}-{len(x)}", make)[0]["features"]
 
     def _enlarge(self, x: Tensor) -> Tensor:
         x = F.interpolate(x / 255, size=(SIZE, SIZE), mode="bicubic", align_corners=False)

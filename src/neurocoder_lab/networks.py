@@ -66,15 +66,19 @@ class Peer(nn.Module):
         experts: a square.
         reads: experts that each head adds up, by a softmax of their scores.
         key_dim: length of a half of a key.
+        sparse: gradients of the experts that were read, and no others.
     """
 
-    def __init__(self, width: int, experts: int, heads: int, reads: int, key_dim: int | None = None):
+    def __init__(
+        self, width: int, experts: int, heads: int, reads: int, key_dim: int | None = None, sparse: bool = False
+    ):
         super().__init__()
         kind = import_module("PEER_pytorch").PEER
         self.layer = kind(
             width, heads=heads, num_experts=experts, num_experts_per_head=reads, dim_key=key_dim,
             non_competing_scores=False,
         )  # fmt: skip
+        self.layer.weight_down_embed.sparse = self.layer.weight_up_embed.sparse = sparse
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x[:, None])[:, 0]

@@ -5,7 +5,8 @@
 One thread, 1024 inputs and outputs, a batch of 128, 8 heads that read 2 slots each. A step is forward and backward, as
 in `neurocoder bench`; once as in a loop that trains the layer, once after a step of another layer, which leaves the
 caches full of its own numbers: who touches many rows pays more for that. PEER is that of the package PEER-pytorch, with
-as many experts, heads and reads: once with its own choice of keys, halves of half the width, and once with ours.
+as many experts, heads and reads: once by itself, its keys halves of half the width and its gradients dense, and once
+with keys as short and gradients as sparse as ours.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def contestants(slots: int) -> Iterator[tuple[str, nn.Module]]:
         yield "2 slots a head, fixed", nc.Linear(WIDTH, WIDTH, slots=slots, addresses="fixed", **SPARSE)
     yield "product keys", nc.Linear(WIDTH, WIDTH, slots=square, key_dim=2 * HALF, product_keys=True, **SPARSE)
     yield "PEER", Peer(WIDTH, square, HEADS, READS)
-    yield "PEER, keys as short", Peer(WIDTH, square, HEADS, READS, key_dim=HALF)
+    yield "PEER, as ours", Peer(WIDTH, square, HEADS, READS, key_dim=HALF, sparse=True)
 
 
 def measure(slots: tuple[int, ...], repeats: int, out: Path | None) -> None:

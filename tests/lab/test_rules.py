@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 import pytest
 
 from neurocoder_lab import claims, experiments, results, tuning
-from neurocoder_lab.continual.large_memory import chosen
 from neurocoder_lab.evidence import Bound, Compare, Falls, Group, unknown, welch
 from neurocoder_lab.results import Runs
 from neurocoder_lab.rules import COUNTED, rules
@@ -82,17 +81,17 @@ def test_large_memories_are_compared_at_equal_size_over_ten_seeds():
         (80.0, 300_000, 10, "inconclusive"),
         (50.0, 262_000, 10, "contradicted"),
     ):
-        mine = several({"variant": chosen()} | place, seeds=seeds, accuracy=accuracy, parameters=size)
+        mine = several({"variant": "sparse"} | place, seeds=seeds, accuracy=accuracy, parameters=size)
         assert verdict("ours-large-memory-kept", *mine, *others) == wanted
-    mine = several({"variant": chosen()} | place, seeds=10, accuracy=72.0)
+    mine = several({"variant": "sparse"} | place, seeds=10, accuracy=72.0)
     assert verdict("ours-large-memory-paper", *mine) == "contradicted"
     for learned, wanted in ((96.0, "holds"), (94.0, "contradicted")):
-        whole = several({"variant": chosen()} | place | {"scenario": "joint"}, seeds=10, accuracy=learned)
+        whole = several({"variant": "sparse"} | place | {"scenario": "joint"}, seeds=10, accuracy=learned)
         assert verdict("ours-large-memory-trade", *mine, *whole) == wanted
     better = [
         one
         for method in ("oewc", "si")
-        for one in several({"variant": chosen()} | place | {"method": method}, seeds=10, accuracy=75.0)
+        for one in several({"variant": "sparse"} | place | {"method": method}, seeds=10, accuracy=75.0)
     ]
     assert verdict("ours-large-memory-methods", *mine, *better) == "holds"
 

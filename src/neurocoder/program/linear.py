@@ -107,7 +107,7 @@ class Linear(ProgramLayer):
         ):
             y = lean.run(x, self._once("all", self._fixed))
             return y if self.base is None else y + self.base(x)
-        lead, x_YI, control_NC = self._arrange(x, control) if reads is None else self._arrange_reads(x, reads)
+        lead, x_YI, control_NC = self._arrange(x, control) if reads is None else self._arrange_reads(x, control, reads)
         if self.gathers:
             y, residual_Y = self._by_slot(x_YI, control_NC, lead)
         else:
@@ -220,7 +220,8 @@ class Linear(ProgramLayer):
     def looks_once(self) -> bool:
         """Whether `reads` can stand for the control: the slots of an input never change, and are all that counts."""
         how = self.addressing
-        return how.fixed and how.top_k == 1 and self.gathers and self.residual is None
+        still = how.fixed and self.controller_sees == "input"
+        return still and how.top_k == 1 and self.gathers and self.residual is None
 
     @torch.no_grad()
     def reads(self, x: Tensor, control: Tensor | None = None) -> Tensor:
@@ -260,13 +261,19 @@ class Linear(ProgramLayer):
         lead, x_YI, control_NC = self.arrange(x, control)
         return lead, x_YI, None if control is None else control_NC
 
-    def _arrange_reads(self, x: Tensor, reads: Tensor) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    def _arrange_reads(
+        self, x: Tensor, control: Tensor | None, reads: Tensor
+    ) -> tuple[tuple[int, ...], Tensor, Tensor]:
         """The same, with what `reads` found in place of the control."""
         if not self.looks_once:
             raise ValueError(
                 "reads= stands for the control of a layer with addresses='fixed' and top_k=1, of many slots, without a "
-                "residual program: others look at their input at every call"
+                "residual program or controller_sees='read': others look at their input at every call"
             )
+        if control is not None:
+            raise ValueError("reads= stands for the control: give one of them")
+        if not isinstance(reads, Tensor):
+            raise TypeError(f"reads must be a tensor, as layer.reads gives it, got {type(reads).__name__}")
         if self.watched:
             raise ValueError("a trace tells the attention to every slot: call the layer without reads=")
         self.check(x, -1, self.in_features)

@@ -23,6 +23,7 @@ _ONE_BY_ONE = 4  # places that are found one after the other
 _EMPTY = 29  # bits of a number of double precision that one of single precision leaves empty
 _SCANNED = 1024  # slots that it scores at a time
 _HELD = 2**20  # scores of halves of keys that are held at once
+_SOUGHT = 4096  # queries for which it looks at once
 
 
 class Chosen(NamedTuple):
@@ -47,7 +48,7 @@ def choose(query_MKRN: Tensor, sharp: Tensor, how: Addressing) -> Chosen:
     if sharp.shape[1] <= max(_SCANNED, _SIDE * (how.top_k or 0)):
         return Chosen(*largest(score(query_MKRN, sharp), how.top_k, 1))
     unit_MKRN = unit_queries(query_MKRN)[0]
-    found = [_search(query.flatten(1), keys, how.top_k) for query, keys in zip(unit_MKRN, sharp, strict=True)]
+    found = [_search_in_parts(query.flatten(1), keys, how.top_k) for query, keys in zip(unit_MKRN, sharp, strict=True)]
     return Chosen(*(torch.stack(part).unflatten(2, query_MKRN.shape[2:]) for part in zip(*found, strict=True)))
 
 
@@ -84,7 +85,8 @@ def _packed(score: Tensor, count: int, dim: int) -> tuple[Tensor, Tensor]:
     places = []
     for turn in range(count):
         best = packed.amax(dim, keepdim=True)
-        places.append(best.view(torch.int64) & (2**_EMPTY - 1))
+        place = best.view(torch.int64) & (2**_EMPTY - 1)
+        places.append(place.clamp_(max=width - 1))  # NaN has no place: its row stays NaN, others are not disturbed
         if turn + 1 < count:
             packed.scatter_(dim, places[-1], -torch.inf)
     found = torch.cat(places, dim)
@@ -96,15 +98,21 @@ def _count_along(dim: int, count: int, like: Tensor) -> Tensor:
     return torch.arange(count, device=like.device).view(-1, *[1] * (like.dim() - 1 - dim))
 
 
-def _search(query_KX: Tensor, sharp_PK: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _search_in_parts(query_KX: Tensor, sharp_PK: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest products, (count, X), and their slots, as `largest` finds them, but the scores of all slots are never
-    held at once."""
+    held at once, nor those of many blocks."""
     query_XK, (slots, size) = query_KX.t().contiguous(), sharp_PK.shape
     rest = -slots % _SIDE
     if rest:  # what fills the last block is never chosen
         sharp_PK = F.pad(F.pad(sharp_PK, (0, 1)), (0, 0, 0, rest))
         sharp_PK[slots:, size] = torch.finfo(sharp_PK.dtype).min / 2
         query_XK = F.pad(query_XK, (0, 1), value=1.0)
+    found = [_search(part_XK, sharp_PK, count) for part_XK in query_XK.split(_SOUGHT)]
+    scores, places = (torch.cat(part, 1) for part in zip(*found, strict=True))
+    return scores, places
+
+
+def _search(query_XK: Tensor, sharp_PK: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best_BX = sharp_PK.new_empty(len(sharp_PK) // _SIDE, len(query_XK))
     for at in range(0, len(sharp_PK), _SCANNED):
         score_PX = sharp_PK[at : at + _SCANNED] @ query_XK.t()

@@ -4,18 +4,21 @@
 not learn, and which row that is depends on the input by addresses that are fixed at random. Other variants change one
 thing of it; `learned` one of `top-2`, since addresses of a single slot have no gradient, `soft-reads` one of `top-4`;
 `two-hidden` is another network of such layers. Plain layers, experts and PEER get as many parameters to train, but
-`linear`, `features` and `winners`: the last two have fixed random features without the memory.
+`linear` and `features`. `winners` has all that `sparse` has but its way to the rows: as many of them, as many that an
+image reads, and only those move.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import neurocoder as nc
-from neurocoder_lab import tuning
+from neurocoder_lab import cache, tuning
 from neurocoder_lab.continual.stream import MultiHead, Scenario
 from neurocoder_lab.networks import Peer, mlp
 
@@ -79,43 +82,57 @@ NAMES: dict[Variant, str] = {
     "two-hidden": "two hidden layers of 256: 1,024 slots, 8 heads, keys of 5; plain output layer",
     "linear": "plain linear layer of the input",
     "features": "plain linear layer of 4,096 fixed random features through ReLU",
-    "winners": "the same, but of an image only its 256 largest features",
+    "winners": "a row for each of 65,536 fixed random features; of an image, those of its 128 largest by their values",
     "mlp": "plain MLP of as many parameters",
     "moe": "mixture of 8 experts, 1 a row by gates that learn an even load, of as many parameters",
     "peer": "PEER: 4 heads, the best 2 each of 49 rank-one experts and more, of as many parameters; plain output layer",
 }
-ALIKE: tuple[Variant, ...] = ("sparse", "top-2", "top-4", "ordinary", "heads-32", "soft-reads")  # in size
 HIDDEN = 256
-FEATURES, WINNERS = 4096, 256
+FEATURES, WINNERS = 4096, 128
 CLASSES = 10
 AT_ONCE = 500  # inputs of which the rows are looked up
+KEPT = 4 * 2**30  # bytes of rows that were looked up, on disk
 SCALE = 30.0  # of the outputs, beside what suits a fresh layer: a step of Adam moves them as much further
 EXPERTS = 8
 PEER = {"heads": 4, "reads": 2, "key_dim": 3}  # of one read the scores have no gradient
 
 
 def build(variant: Variant, scenario: Scenario | Literal["joint"], width: int) -> nn.Module:
-    """The network on inputs of this width."""
+    """The network on inputs of this width; in the task scenario with an output layer for each task."""
     outputs = 2 if scenario == "domain" else CLASSES
     body, wide = _body(variant, width, CENTRE["slots"] * outputs)
-    if variant in CHANGES and variant != "two-hidden":
-        rows = Rows(wide, outputs, variant == "residual", **CENTRE | CHANGES[variant])
-        network = nn.Sequential(*body, rows)
-        return MultiHead(network, [Columns(task) for task in range(5)]) if scenario == "task" else network
     if scenario == "task":
-        return MultiHead(nn.Sequential(*body), [nn.Linear(wide, 2) for _ in range(5)])
-    return nn.Sequential(*body, nn.Linear(wide, outputs))
+        first, count = _head(variant, wide, 2), CLASSES // 2
+        heads = [deepcopy(first) if isinstance(first, Rows) else _head(variant, wide, 2) for _ in range(1, count)]
+        return MultiHead(nn.Sequential(*body), [first, *heads])  # rows begin alike, and have the same addresses
+    return nn.Sequential(*body, _head(variant, wide, outputs))
 
 
-class Columns(nn.Module):
-    """The two outputs of a task among those of all."""
+def _head(variant: Variant, wide: int, outputs: int) -> nn.Module:
+    if variant == "winners":
+        return Table(outputs)
+    if variant == "two-hidden" or variant not in CHANGES:
+        return nn.Linear(wide, outputs)
+    return Rows(wide, outputs, variant == "residual", **CENTRE | CHANGES[variant])
 
-    def __init__(self, task: int):
-        super().__init__()
-        self.task = task
 
-    def forward(self, y: Tensor) -> Tensor:
-        return y[:, 2 * self.task : 2 * self.task + 2]
+def looker(network: nn.Module, task: int) -> Rows | Winners | None:
+    """What the inputs of a task meet first, if what it finds about them never changes: they need be looked at once."""
+    path = [*network.body.children(), network.heads[task]] if isinstance(network, MultiHead) else [*network.children()]
+    return path[0] if isinstance(path[0], Rows | Winners) and path[0].looks_once else None
+
+
+def _look(find: Callable[[Tensor], Tensor], x: Tensor, *addresses: Tensor) -> Tensor:
+    """What `find` finds about inputs by fixed addresses. It takes longer than to learn from it, and is kept for other
+    runs of the same addresses, which differ in their rate, say."""
+    folder, name = cache.folder() / "reads", cache.digest(x, *addresses)
+
+    def make() -> tuple[cache.Tensors, dict[str, str]]:
+        return {"found": torch.cat([find(some) for some in x.split(AT_ONCE)])}, {}
+
+    found = cache.kept(folder / f"{name}.safetensors", name, make)[0]["found"]
+    cache.trim(folder, KEPT)
+    return found
 
 
 class Rows(nn.Module):
@@ -151,33 +168,72 @@ class Rows(nn.Module):
 
     def look(self, x: Tensor) -> Tensor:
         """The rows that inputs read, where each head reads one."""
-        each = (self.layer.reads(some.new_ones(len(some), 1), some) for some in x.split(AT_ONCE))
-        return torch.cat([reads[:, 0, :, 0].int() for reads in each])
+
+        def find(some: Tensor) -> Tensor:
+            return self.layer.reads(some.new_ones(len(some), 1), some)[:, 0, :, 0].int()
+
+        return _look(find, x, *(tensor for name, tensor in self.layer.named_buffers() if name != "gain"))
 
 
 class Features(nn.Module):
-    """Fixed random features: the input times numbers that are drawn once, through ReLU, or the largest alone."""
+    """Fixed random features: the input times numbers that are drawn once, through ReLU."""
 
-    def __init__(self, inputs: int, outputs: int, winners: int | None = None):
+    def __init__(self, inputs: int, outputs: int):
         super().__init__()
         self.register_buffer("weight", torch.randn(outputs, inputs) * inputs**-0.5)
-        self.winners = winners
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(x, self.weight)
-        if self.winners is None:
-            return y.relu()
-        best = y.topk(self.winners, 1)
-        return torch.zeros_like(y).scatter(1, best.indices, best.values)
+        return nn.functional.linear(x, self.weight).relu()
+
+
+class Winners(nn.Module):
+    """The largest of many fixed random features: their places and their values, (B, 2, W).
+
+    It takes inputs (B, I), or what `look` found of them. What is drawn is large, and not saved: the seed draws it.
+    """
+
+    looks_once = True
+
+    def __init__(self, inputs: int):
+        super().__init__()
+        weight = torch.randn(CENTRE["slots"], inputs).mul_(inputs**-0.5)
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            return x
+        best = nn.functional.linear(x, self.weight).topk(WINNERS, 1, sorted=False)
+        return torch.stack((best.indices.to(x.dtype), best.values), 1)  # a float tells so many places apart
+
+    def look(self, x: Tensor) -> Tensor:
+        return _look(self, x, self.weight)
+
+
+class Table(nn.Module):
+    """A row of outputs for each feature; those of an input are added up by their values. Only rows that were read move,
+    as those of the memory."""
+
+    def __init__(self, outputs: int):
+        super().__init__()
+        self.rows = nn.EmbeddingBag(CENTRE["slots"], outputs, mode="sum", sparse=True)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        nn.init.zeros_(self.rows.weight)
+
+    def forward(self, code_B2W: Tensor) -> Tensor:
+        place, value = code_B2W.unbind(1)
+        return self.rows(place.long(), per_sample_weights=value) + self.bias
 
 
 def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int]:
     """What comes before the output layer, and how wide it is; `size` are the parameters of the memory of `sparse`."""
-    if variant in ("features", "winners"):
-        return [Features(width, FEATURES, WINNERS if variant == "winners" else None)], FEATURES
+    if variant == "features":
+        return [Features(width, FEATURES)], FEATURES
+    if variant == "winners":
+        return [Winners(width)], CENTRE["slots"]
     if variant == "peer":
         queries = 2 * PEER["heads"] * PEER["key_dim"] * width
-        return [Peer(width, round(((size - queries) / (2 * width)) ** 0.5) ** 2, **PEER)], width
+        layer: nn.Module = Peer(width, round(((size - queries) / (2 * width)) ** 0.5) ** 2, **PEER)
+        return [layer], width
     if variant == "shared-first":
         return [nn.Linear(width, HIDDEN), nn.ReLU()], HIDDEN
     if variant == "two-hidden":
@@ -198,10 +254,3 @@ def tuned(dataset: str) -> list[tuning.Row]:
     """What tuning found about the rate of each variant in the domain scenario."""
     places = [{"variant": variant, "scenario": "domain", "dataset": dataset} for variant in VARIANTS]
     return [row for row in tuning.known() if row["experiment"] == "large-memory" and row["place"] in places]
-
-
-def chosen() -> Variant:
-    """The variant that our claims speak of: of those alike, the one that held-out digits prefer in the domain scenario,
-    each with its own rate."""
-    rows = {row["place"]["variant"]: tuning.chosen(row)["mean"] for row in tuned("mnist")}
-    return max(ALIKE, key=lambda variant: rows.get(variant, 0.0))
