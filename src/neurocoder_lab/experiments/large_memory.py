@@ -46,6 +46,7 @@ METHODS: tuple[MethodName, ...] = MethodName.__args__
 SCENARIOS: tuple[Scenario, ...] = Scenario.__args__
 PLAIN: tuple[Variant, ...] = ("linear", "features", "winners", "mlp", "moe", "peer")
 COMPARED: tuple[Variant, ...] = ("sparse", *PLAIN)
+NEAR = tuple(variant for variant in VARIANTS if variant not in (*COMPARED, "two-hidden"))  # `sparse` but for one thing
 PENALISED: tuple[Variant, ...] = ("sparse", "mlp")
 LINES: dict[str, tuple[Variant, ...]] = {  # what changes by degrees
     "slots": ("slots-256", "slots-1024", "slots-4096", "sparse"),
@@ -267,6 +268,14 @@ def _rates(place: dict[str, Any]) -> tuple[float, ...]:
     return RATES[at : at + 4]
 
 
+def _ladder(place: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """All rates; of a memory that differs from `sparse` in one thing those around that of `sparse`."""
+    if place["variant"] not in NEAR:
+        return {"rate": RATES}
+    at = RATES.index(_rate("sparse", place["scenario"], place["dataset"]))
+    return {"rate": RATES[max(at - 3, 0) : at + 4]}
+
+
 HELD_OUT = {"measure": "validation", "method": "adam"}
 EXPERIMENT = Experiment(
     name="large-memory",
@@ -278,9 +287,10 @@ EXPERIMENT = Experiment(
     figures=draw,
     tables=tabulate,
     grids=[
-        Grid(places, lambda place: {"rate": RATES}, HELD_OUT, "accuracy", ladder=True)
+        Grid(places, _ladder, HELD_OUT, "accuracy", ladder=True)
         for places in (
-            {"variant": VARIANTS, "scenario": ("domain",), "dataset": ("mnist",)},
+            {"variant": (*COMPARED, "two-hidden"), "scenario": ("domain",), "dataset": ("mnist",)},
+            {"variant": NEAR, "scenario": ("domain",), "dataset": ("mnist",)},
             {"variant": COMPARED, "scenario": ("task", "class"), "dataset": ("mnist",)},
             {"variant": PLAIN, "scenario": ("joint",), "dataset": ("mnist",)},
             {"variant": COMPARED, "scenario": ("task", "domain", "class"), "dataset": ("cifar10",)},
