@@ -207,10 +207,18 @@ def test_what_was_looked_up_once_is_what_is_searched(variant, scenario, tmp_path
 
 
 def test_images_are_looked_up_only_where_nothing_before_the_rows_learns():
-    variants = ("sparse", "heads-32", "winners", "residual", "shared-first", "learned", "top-2", "two-hidden", "mlp")
+    once = ("sparse", "heads-32", "winners", "features")
+    often = ("residual", "shared-first", "learned", "top-2", "two-hidden", "mlp")
     with torch.device("meta"):
-        networks = [large_memory.build(variant, "task", 64) for variant in variants]
-    assert [looker(network, 0) is not None for network in networks] == [True] * 3 + [False] * 6
+        networks = [large_memory.build(variant, "task", 64) for variant in (*once, *often)]
+    assert [looker(network, 0) is not None for network in networks] == [True] * len(once) + [False] * len(often)
+
+
+def test_features_that_were_looked_up_once_are_those_of_every_step():
+    network, x = large_memory.build("features", "domain", 64), torch.randn(9, 64)
+    look: Any = looker(network, 0)
+    torch.testing.assert_close(network(look.look(x)), network(x))
+    assert not torch.allclose(network(look.look(x.flip(0))), network(x))
 
 
 def test_a_task_moves_nothing_of_another_one():

@@ -116,10 +116,10 @@ def _head(variant: Variant, wide: int, outputs: int) -> nn.Module:
     return Rows(wide, outputs, variant == "residual", **CENTRE | CHANGES[variant])
 
 
-def looker(network: nn.Module, task: int) -> Rows | Winners | None:
+def looker(network: nn.Module, task: int) -> Rows | Features | Winners | None:
     """What the inputs of a task meet first, if what it finds about them never changes: they need be looked at once."""
     path = [*network.body.children(), network.heads[task]] if isinstance(network, MultiHead) else [*network.children()]
-    return path[0] if isinstance(path[0], Rows | Winners) and path[0].looks_once else None
+    return path[0] if isinstance(path[0], Rows | Features | Winners) and path[0].looks_once else None
 
 
 def _look(find: Callable[[Tensor], Tensor], x: Tensor, *addresses: Tensor) -> Tensor:
@@ -176,14 +176,22 @@ class Rows(nn.Module):
 
 
 class Features(nn.Module):
-    """Fixed random features: the input times numbers that are drawn once, through ReLU."""
+    """Fixed random features: the input times numbers that are drawn once, through ReLU.
 
-    def __init__(self, inputs: int, outputs: int):
+    It takes inputs (B, I), or what `look` found of them, (B, FEATURES).
+    """
+
+    looks_once = True
+
+    def __init__(self, inputs: int):
         super().__init__()
-        self.register_buffer("weight", torch.randn(outputs, inputs) * inputs**-0.5)
+        self.register_buffer("weight", torch.randn(FEATURES, inputs) * inputs**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight).relu()
+        return x if x.shape[1] == FEATURES else nn.functional.linear(x, self.weight).relu()
+
+    def look(self, x: Tensor) -> Tensor:
+        return torch.cat([self(some) for some in x.split(AT_ONCE)])
 
 
 class Winners(nn.Module):
@@ -227,7 +235,7 @@ class Table(nn.Module):
 def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int]:
     """What comes before the output layer, and how wide it is; `size` are the parameters of the memory of `sparse`."""
     if variant == "features":
-        return [Features(width, FEATURES)], FEATURES
+        return [Features(width)], FEATURES
     if variant == "winners":
         return [Winners(width)], CENTRE["slots"]
     if variant == "peer":
