@@ -192,7 +192,7 @@ def test_what_was_looked_up_once_is_what_is_searched(variant, scenario, tmp_path
     for name, parameter in network.named_parameters():
         if "right" in name or "rows" in name:
             torch.nn.init.normal_(parameter)
-    look: Any = looker(network, 3 if task else 0)
+    look: Any = looker(network)
     found = look.look(x)
     wanted = network(x, *task)
     assert wanted.std() > 0.01
@@ -211,12 +211,12 @@ def test_images_are_looked_up_only_where_nothing_before_the_rows_learns():
     often = ("residual", "shared-first", "learned", "top-2", "two-hidden", "mlp")
     with torch.device("meta"):
         networks = [large_memory.build(variant, "task", 64) for variant in (*once, *often)]
-    assert [looker(network, 0) is not None for network in networks] == [True] * len(once) + [False] * len(often)
+    assert [looker(network) is not None for network in networks] == [True] * len(once) + [False] * len(often)
 
 
 def test_features_that_were_looked_up_once_are_those_of_every_step():
     network, x = large_memory.build("features", "domain", 64), torch.randn(9, 64)
-    look: Any = looker(network, 0)
+    look: Any = looker(network)
     torch.testing.assert_close(network(look.look(x)), network(x))
     assert not torch.allclose(network(look.look(x.flip(0))), network(x))
 

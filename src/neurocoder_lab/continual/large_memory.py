@@ -116,9 +116,10 @@ def _head(variant: Variant, wide: int, outputs: int) -> nn.Module:
     return Rows(wide, outputs, variant == "residual", **CENTRE | CHANGES[variant])
 
 
-def looker(network: nn.Module, task: int) -> Rows | Features | Winners | None:
-    """What the inputs of a task meet first, if what it finds about them never changes: they need be looked at once."""
-    path = [*network.body.children(), network.heads[task]] if isinstance(network, MultiHead) else [*network.children()]
+def looker(network: nn.Module) -> Rows | Features | Winners | None:
+    """What inputs meet first, if what it finds about them never changes: they need be looked at once. Where tasks have
+    heads of their own, these find the same."""
+    path = [*network.body.children(), network.heads[0]] if isinstance(network, MultiHead) else [*network.children()]
     return path[0] if isinstance(path[0], Rows | Features | Winners) and path[0].looks_once else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -52,14 +52,13 @@ class StreamConfig(Config):
         scenario: Scenario,
         prepare: Callable[[Tensor], Tensor],
     ) -> Stream:
-        """The tasks, with what to train on and what to measure on."""
-        (x, y), test = data.parts(self.measure)
+        """The tasks, with what to train on and what to measure on, each made ready before it is parted."""
+        (x, y), (held_x, held_y) = data.parts(self.measure)
+        train = prepare(x[: self.examples]), y[: self.examples]
         try:
-            raw = split((x[: self.examples], y[: self.examples]), test, classes, scenario)
+            return split(train, (prepare(held_x), held_y), classes, scenario)
         except ValueError as error:
             raise LabError(f"{error}: --examples {self.examples} are too few") from None
-        train, test = (tuple((prepare(x), y) for x, y in tasks) for tasks in (raw.train, raw.test))
-        return replace(raw, train=train, test=test)
 
 
 def check_form(config: Any, model: str, recoded: bool) -> None:

@@ -15,7 +15,7 @@ variants have that of the domain scenario everywhere. Penalties are chosen toget
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from statistics import mean
 from typing import Any, Literal
@@ -182,19 +182,15 @@ def start(config: LargeMemory) -> Reader:
     digits = config.dataset == "mnist"
     examples = data.images("mnist") if digits else features(config.dataset)
     joint = config.scenario == "joint"
+    ready = prepare if digits else Tensor.float
+    model = build(config.variant, config.scenario, ready(examples.test[0][:1]).shape[1])
+    look = looker(model)
     stream = config.stream(
         examples,
         [[*range(10)]] if joint else TASKS,
         "class" if joint else config.scenario,
-        prepare if digits else Tensor.float,
+        ready if look is None else lambda x: look.look(ready(x)),
     )
-    model = build(config.variant, config.scenario, stream.train[0][0].shape[1])
-    looks = [looker(model, task) for task in range(len(stream))]
-    train, test = (
-        tuple((x if look is None else look.look(x), y) for look, (x, y) in zip(looks, part, strict=True))
-        for part in (stream.train, stream.test)
-    )
-    stream = replace(stream, train=train, test=test)
     method = make(config.method, model, config.penalty if config.method != "adam" else None)
     wanted = (lambda task: nc.auxiliary(model)) if config.variant == "moe" else None  # what trains its gates
     learner = Reader(model, adam(model, config.rate), stream, method, config.epochs, BATCH, wanted)
