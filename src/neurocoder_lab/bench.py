@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import gc
 import platform
-import random
 import time
 import warnings
 from collections.abc import Callable
@@ -68,11 +67,10 @@ def interleave(contestants: dict[str, Callable[[], float]], repeats: int, unseen
     before the one that counts in each turn, everyone finds its own there, as in a loop that trains it alone.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    order, drawn = [*contestants.items()], random.Random(0)
+    named = [*contestants.items()]
     gc.disable()
     for turn in range(repeats + WARM):
-        drawn.shuffle(order)
-        for name, step in order:
+        for name, step in (named[place] for place in torch.randperm(len(named))):
             for _ in range(unseen):
                 step()
             seconds = step()

@@ -4,8 +4,10 @@
 
 One thread. A step is forward, backward with what the layers want added, and Adam, on a batch as in training. A round
 times a step of every variant, one after the other; a ratio is the median of a variant's times over the median of the
-plain network's in the same rounds. Every seed draws weights and inputs anew. DenseNet, of 100 layers, has a third of
-the rounds, and batches of 32, as in the paper's appendix: 128 would keep 15 GB for the backward pass. Of penn-treebank
+plain network's in the same rounds. Every seed draws weights, inputs and the order of each round anew. DenseNet, of 100
+layers, has a third of the rounds, and batches of 32, as in the paper's appendix: 128 would keep 15 GB for the backward
+pass; densenet-output is its output layer alone, all that differs between its variants. MoE sends a row to 1 of 10
+experts, the cheaper of the two that `cifar` tries. Of penn-treebank
 the plain network is the fixed module, and a step an iteration: with EM, a fifteenth of an E-step more. The Turing
 machine learns as in its experiment, sequences of two tasks, by RMSProp; the time steps a second are told, too.
 """
@@ -40,7 +42,7 @@ from neurocoder_lab.rules import rules
 from neurocoder_lab.task import Table
 from neurocoder_lab.turing import TuringMachine
 
-Name = Literal["mlp", "lenet", "densenet", "polynomial-gru", "ntm", "penn-treebank"]
+Name = Literal["mlp", "lenet", "densenet", "densenet-output", "polynomial-gru", "ntm", "penn-treebank"]
 NETWORKS: tuple[Name, ...] = get_args(Name)
 LIGHT: dict[str, dict[str, Any]] = {
     "hypernet": {"layer": nc.peers.HyperLinear},
@@ -65,7 +67,7 @@ TREEBANK: dict[str, penn_treebank.Row] = {
     "topk-1-of-15": ("topk", 15, 1),
 }
 WORDS = 10_000
-DEPTH = 100  # of the DenseNet
+DEPTH, FEATURES = 100, 1168  # of the DenseNet, and what its output layer gets
 
 
 def variants(network: Name) -> Mapping[str, Callable[[], nn.Module]]:
@@ -76,9 +78,15 @@ def variants(network: Name) -> Mapping[str, Callable[[], nn.Module]]:
         return {name: partial(algorithms.build, model) for name, model in ({"original": "ntm"} | NTM).items()}
     if network == "penn-treebank":
         return {name: partial(penn_treebank.WordModel, WORDS, *row) for name, row in TREEBANK.items()}
+    if network == "densenet-output":
+        return {name: partial(_output_of, make) for name, make in variants("densenet").items()}
     models = [model for model in cifar.MODELS if network == "lenet" or not model.endswith("all-dense")]
     made = {model: partial(cifar.build, network, 10, model, depth=DEPTH) for model in models}
     return made | {name: partial(cifar.recoded, network, 10, DEPTH, **options) for name, options in LIGHT.items()}
+
+
+def _output_of(make: Callable[[], nn.Module]) -> nn.Module:
+    return [*make().children()][-1]
 
 
 def batch(network: Name) -> tuple[Tensor, ...]:
@@ -90,6 +98,8 @@ def batch(network: Name) -> tuple[Tensor, ...]:
     if network == "penn-treebank":
         word, following = torch.randint(WORDS, (2, penn_treebank.BATCH, penn_treebank.STEPS))
         return word, following
+    if network == "densenet-output":
+        return torch.randn(cifar.BATCH["densenet"], FEATURES), torch.randint(10, (cifar.BATCH["densenet"],))
     rows = cifar.BATCH[network]
     images = torch.randn(rows, 3, 32, 32).contiguous(memory_format=cifar.LAYOUT[network])
     return images, torch.randint(10, (rows,))

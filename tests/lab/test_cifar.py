@@ -184,6 +184,12 @@ def test_every_variant_can_be_timed(monkeypatch):
         assert next(iter(speed.variants(network))) == "original"
 
 
+def test_the_output_layer_of_densenet_is_timed_alone():
+    alone = speed.compare("densenet-output", repeats=1, seed=0)
+    assert alone.keys() == speed.variants("densenet").keys()
+    assert alone["original"]["parameters"] == 1169 * 10
+
+
 @pytest.mark.parametrize(("ours", "verdict"), [(1.01, "holds"), (2.0, "contradicted")])
 def test_ratios_decide_claims(tmp_path, capsys, monkeypatch, ours, verdict):
     def compare(network, repeats, seed):

@@ -16,12 +16,9 @@ def bench(
     repeats: int = 31,
     widths: tuple[int, ...] = (512, 1024, 2048, 4096),
     compiled: bool = False,
-    networks: tuple[Literal["mlp", "lenet", "densenet", "polynomial-gru", "ntm", "penn-treebank"], ...] = (
-        "mlp",
-        "lenet",
-        "polynomial-gru",
-        "ntm",
-    ),
+    networks: tuple[
+        Literal["mlp", "lenet", "densenet", "densenet-output", "polynomial-gru", "ntm", "penn-treebank"], ...
+    ] = ("mlp", "lenet", "densenet-output", "polynomial-gru", "ntm"),
     seeds: int = 3,
     slots: tuple[int, ...] = (30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000),
     out: Path | None = None,

@@ -72,7 +72,7 @@ LAYERS: dict[Model, dict[str, Any]] = {
     "multi-10-slots": {"slots": 10} | PAPER | SEVERAL,
 }  # fmt: skip
 # what is tried on held-out data
-RATES = {"adam": (0.001, 0.003, 0.01, 0.03), "sgd": (0.03, 0.1, 0.3)}
+RATES = {"adam": (0.001, 0.003, 0.01, 0.03), "sgd": (0.01, 0.03, 0.1, 0.3)}
 TRIED: tuple[tuple[Model, Optimiser, tuple[int, ...]], ...] = (
     ("linear", "adam", STEPS["linear"]),
     ("linear", "sgd", STEPS["linear"]),
