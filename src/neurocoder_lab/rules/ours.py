@@ -27,6 +27,10 @@ def rules() -> dict[str, Rule]:
             given=tuple(no_larger(mine.where, other.where, share=1.1) for other in large),
         ),
         "ours-large-memory-paper": rule(Bound(mine, PAPER), beside=(*small, *large[:2])),
-        "ours-large-memory-trade": rule(Bound(mine, KEPT), Bound(group(scenario="joint"), LEARNED)),
+        "ours-large-memory-trade": rule(
+            Bound(group("balanced"), KEPT),
+            Bound(group("balanced", "joint"), LEARNED),
+            beside=(mine, group(scenario="joint")),
+        ),
         "ours-large-memory-methods": rule(*(Compare(group(method=name), mine) for name in ("oewc", "si"))),
     }
