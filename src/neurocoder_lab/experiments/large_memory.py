@@ -242,7 +242,8 @@ def draw(runs: Runs) -> list[Picture]:
         if all(both):
             points[variant] = tuple((mean(values), deviation(values)) for values in both)
     if points:
-        title = "Split MNIST, Adam alone: what is kept against what can be learned at all"
+        title = "Split MNIST, Adam alone: what is kept against what can be learned at all (memories at one rate for "
+        title += f"both; {', '.join(PLAIN)} at one of their own for each)"
         words = "all ten digits at once: accuracy, %", "domain scenario, after the last task: accuracy, %"
         pictures.append((title, figures.trade(points, LINES, *words)))
     for variant in ("sparse", "learned", "ordinary"):
