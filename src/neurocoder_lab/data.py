@@ -150,11 +150,19 @@ def _decode(name: str, split: str, source: Path | None) -> dict[str, Tensor]:
             f"{name} is neither here nor to be had ({type(error).__name__}): fetch huggingface.co/datasets/{HUB[name]} "
             f"and set {VARIABLE} to a folder that holds {name}/{split}.parquet{now}"
         ) from None
+    wanted = IMAGES.get(name) or (TEXTS[name],)
+    missing = [column for column in wanted if column not in table.column_names]
+    if missing:
+        there = ", ".join(table.column_names)
+        raise LabError(f"{source or HUB[name]} has columns {there}, but none called {missing[0]}: is it {name}?")
     if name in TEXTS:
         text = " ".join(f"{sentence} {END}" for sentence in table[TEXTS[name]])
         return {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
     image, label = IMAGES[name]
-    columns = table.with_format("torch")[:]
+    try:
+        columns = table.with_format("torch")[:]
+    except (OSError, ValueError) as error:
+        raise LabError(f"{source or HUB[name]} holds pictures that cannot be decoded: {error}") from None
     x = columns[image]
     x = x if isinstance(x, Tensor) else torch.stack([*x])
     return {"x": (x[:, None] if x.dim() == 3 else x).contiguous(), "y": columns[label].long()}

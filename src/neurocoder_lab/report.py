@@ -26,6 +26,9 @@ def _part(experiment: Experiment, runs: Runs, left_out: int, judged: list[claims
     about += f"torch {runs[0]['environment']['versions']['torch']}"
     mixed = [kind for run in runs if (kind := run["environment"].get("precision", "no")) != "no"]
     about += f"; {len(mixed)} of them in {' and '.join(sorted({*mixed}))}" if mixed else ""
+    data = {(run["config"].get("dataset"), run["environment"].get("data")) for run in runs}
+    if len(data) > len({dataset for dataset, _ in data}):
+        about += "; not all of them had the same data"
     if left_out:
         about += f"; {left_out} more runs, made by code with uncommitted changes, are left out"
     return {

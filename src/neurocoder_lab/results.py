@@ -16,6 +16,8 @@ from neurocoder_lab.store import make_folder, read_json, waiting_for, write_json
 
 Curve = tuple[list[int], list[float], list[float]]  # steps, means, standard deviations
 FORMAT = 1
+PARTS = {"config", "final", "environment"}  # of a run, at least
+REPAIR = "bring back the version you committed, or move it away and sweep again"
 FOLDER = "NEUROCODER_RESULTS"  # the environment's name for the folder of results
 
 
@@ -168,7 +170,9 @@ def load(results: Path, name: str, dirty_too: bool = False) -> Runs:
     try:
         content = read_json(file)
     except LabError:
-        raise LabError(f"{file} is not whole JSON: it was cut short or edited; remove it and sweep again") from None
+        raise LabError(f"{file} is not whole JSON: it was cut short or edited; {REPAIR}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("runs"), list):
-        raise LabError(f"{file} is from another version of the laboratory")
+        raise LabError(f"{file} is from another version of the laboratory: {REPAIR}")
+    if not all(isinstance(run, dict) and run.keys() >= PARTS for run in content["runs"]):
+        raise LabError(f"{file} has runs without {', '.join(sorted(PARTS))}: it was edited; {REPAIR}")
     return Runs(run for run in content["runs"] if dirty_too or not dirty(run["environment"]))

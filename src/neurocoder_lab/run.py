@@ -102,6 +102,7 @@ def execute(
         set_seed(config.seed)
         with closing(experiment.start(config)) as task:
             task.attach(accelerator)  # what cannot be run so is refused before the folder is that of such a run
+            _check_data(task, folder)
             if first and not (folder / "config.json").is_file():
                 content = {"format": CONFIG_FORMAT, "experiment": experiment.name, "config": as_dict(config)}
                 write_json(folder / "config.json", content | {"engine": engine})
@@ -247,6 +248,17 @@ def _check_config(config: Config, folder: Path, engine: dict[str, Any] | None) -
     ]
     if differing:
         raise LabError(f"{folder} holds a run of another config ({'; '.join(differing)}): use another --runs folder")
+
+
+def _check_data(task: Task, folder: Path) -> None:
+    """Raise if the run began with other data."""
+    file = folder / "environment.json"
+    known = read_json(file).get("data", task.fingerprint) if file.is_file() else task.fingerprint
+    if known != task.fingerprint:
+        raise LabError(
+            f"{folder} holds a run that began with other data ({known}; these are {task.fingerprint}): point "
+            "NEUROCODER_DATA at those, or use another --runs folder"
+        )
 
 
 source()  # now, for this process and those forked from it: the code that runs is the code that was imported

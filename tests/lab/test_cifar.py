@@ -163,7 +163,7 @@ def test_a_sweep_leaves_all_dense_to_lenet():
     [
         (["--model", "moe-all-dense"], "moe-all-dense is for lenet alone"),
         (["--model", "nsm", "--top-k", "5"], "nsm has no experts: --top-k is for moe and moe-all-dense"),
-        (["--depth", "40"], "depth is of densenet"),
+        (["--depth", "40"], "--network densenet alone has one"),
         (["--network", "densenet", "--depth", "41"], "4 and a multiple of 3"),
         (["--tested", "0"], "tested must be at least 1"),
         (["--model", "moe", "--top-k", "11"], "top_k must be 1 to 10, got 11"),

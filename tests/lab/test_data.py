@@ -53,6 +53,19 @@ def test_images_are_split_and_cached(folder, monkeypatch, name, channels):
     assert data.images(name).fingerprint != first.fingerprint
 
 
+def test_another_data_set_and_broken_pictures_are_named(folder):
+    write(folder, "mnist", "train", 10, 0)
+    (folder / "mnist").rename(folder / "cifar10")
+    with pytest.raises(LabError, match="has columns image, label, but none called img: is it cifar10"):
+        data.images("cifar10")
+    broken = {"image": [{"bytes": b"no picture", "path": None}] * 10, "label": [*range(10)]}
+    (folder / "mnist").mkdir()
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict(broken, features=kinds).to_parquet(folder / "mnist" / "train.parquet")
+    with pytest.raises(LabError, match=r"mnist/train.parquet holds pictures that cannot be decoded"):
+        data.images("mnist")
+
+
 def test_a_file_that_cannot_be_read_is_named(folder):
     (folder / "mnist").mkdir()
     (folder / "mnist" / "train.parquet").write_text("not parquet")

@@ -222,6 +222,9 @@ def test_a_results_file_that_is_cut_short_is_not_overwritten(tmp_path):
     with pytest.raises(LabError, match="not whole JSON"):
         results.merge(tmp_path, "polynomial", [made_up("linear", 0)])
     assert json.loads((tmp_path / "polynomial.json").read_text() + "]}")["runs"] == []
+    (tmp_path / "polynomial.json").write_text('{"format": 1, "runs": [{"config": {"seed": 0}}]}')
+    with pytest.raises(LabError, match="runs without config, environment, final"):
+        results.load(tmp_path, "polynomial")
 
 
 @pytest.mark.parametrize(

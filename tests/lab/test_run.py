@@ -134,6 +134,19 @@ def test_a_lost_log_makes_a_checkpoint_useless(tmp_path, monkeypatch, capsys, wh
     same(read(tmp_path), whole)
 
 
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch, whole):
+    folder = interrupted(tmp_path, monkeypatch)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "restore", lambda *_: pytest.fail("it goes on"))
+        patch.setattr(ToyTask, "attach", lambda self, accelerator: setattr(self, "fingerprint", "others"))
+        with pytest.raises(LabError, match="began with other data"):
+            execute(EXPERIMENT, Toy(pause=PAUSE), tmp_path, quiet=True)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    execute(EXPERIMENT, Toy(pause=PAUSE), tmp_path, quiet=True)
+    same(read(tmp_path), whole)
+
+
 def test_another_way_to_run_is_another_run(tmp_path):
     execute(EXPERIMENT, Toy(iterations=3), tmp_path, quiet=True)
     with pytest.raises(LabError, match="threads 1, now 2"):

@@ -116,9 +116,12 @@ class Cifar(ImageConfig):
             raise LabError(f"top_k must be 1 to 10, got {self.top_k}")
         allowed = range(7, 1000, 3) if self.network == "densenet" else (0,)
         if self.depth is not None and self.depth not in allowed:
-            raise LabError(
-                f"depth is of densenet: 4 and a multiple of 3, such as 40; got {self.depth} for {self.network}"
+            what = (
+                "4 and a multiple of 3, such as 40"
+                if self.network == "densenet"
+                else "--network densenet alone has one"
             )
+            raise LabError(f"{self.network} has no depth {self.depth}: {what}")
         if self.tested is not None and self.tested < 1:
             raise LabError(f"tested must be at least 1, got {self.tested}")
 
