@@ -27,7 +27,18 @@ def test_networks_have_as_many_parameters_as_the_sparse_one(scenario, width):
     with torch.device("meta"):
         networks = {variant: large_memory.build(variant, scenario, width) for variant in VARIANTS}
     sizes = {v: sum(p.numel() for p in net.parameters() if p.requires_grad) for v, net in networks.items()}
-    alike = ("balanced", "top-2", "top-4", "ordinary", "heads-32", "heads-512", "soft-reads", "winners", "mlp")
+    alike = (
+        "balanced",
+        "balanced-512",
+        "top-2",
+        "top-4",
+        "ordinary",
+        "heads-32",
+        "heads-512",
+        "soft-reads",
+        "winners",
+        "mlp",
+    )
     assert all(abs(sizes[variant] / sizes["sparse"] - 1) < 0.02 for variant in alike)
     assert all(0.95 < sizes[v] / sizes["sparse"] < 1.1 for v in ("moe", "peer"))  # a whole width, a square
     assert sizes["slots-256"] < sizes["slots-4096"] < sizes["sparse"]

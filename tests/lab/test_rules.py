@@ -86,7 +86,7 @@ def test_large_memories_are_compared_at_equal_size_over_ten_seeds():
     mine = several({"variant": "sparse"} | place, seeds=10, accuracy=72.0)
     assert verdict("ours-large-memory-paper", *mine) == "contradicted"
     for learned, wanted in ((96.0, "holds"), (94.0, "contradicted")):
-        balanced = {"variant": "balanced"} | place
+        balanced = {"variant": "balanced-512"} | place
         whole = several(balanced | {"scenario": "joint"}, seeds=10, accuracy=learned)
         assert verdict("ours-large-memory-trade", *several(balanced, seeds=10, accuracy=72.0), *whole) == wanted
     better = [

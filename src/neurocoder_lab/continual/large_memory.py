@@ -25,6 +25,7 @@ from neurocoder_lab.networks import Peer, mlp
 Variant = Literal[
     "sparse",
     "balanced",
+    "balanced-512",
     "slots-256",
     "slots-1024",
     "slots-4096",
@@ -53,6 +54,7 @@ CENTRE: dict[str, Any] = {
 CHANGES: dict[Variant, dict[str, Any]] = {
     "sparse": {},
     "balanced": {},
+    "balanced-512": {"heads": 512},
     "slots-256": {"slots": 256},
     "slots-1024": {"slots": 1024},
     "slots-4096": {"slots": 4096},
@@ -70,6 +72,7 @@ CHANGES: dict[Variant, dict[str, Any]] = {
 NAMES: dict[Variant, str] = {
     "sparse": "65,536 slots, 128 heads, the best slot each, addresses fixed, only rows that were read move",
     "balanced": "as sparse, at a rate chosen for both, the domain scenario and all classes at once",
+    "balanced-512": "the same with 512 heads",
     "slots-256": "256 slots, and so fewer parameters",
     "slots-1024": "1,024 slots, and so fewer parameters",
     "slots-4096": "4,096 slots, and so fewer parameters",

@@ -10,8 +10,8 @@ not move. Variants change one thing; `joint` learns all ten classes at once, whi
 
 The learning rate decides how much is forgotten, of a plain network most of all: each that is compared gets its own for
 every scenario, but a memory has that of the domain scenario for all classes at once, as one setting that does both;
-`balanced` is that memory at the rate with the best mean of the two. Variants have that of the domain scenario
-everywhere. Penalties are chosen together with a rate.
+`balanced` is that memory at the rate with the best mean of the two, and `balanced-512` has 512 heads as well. Variants
+have that of the domain scenario everywhere. Penalties are chosen together with a rate.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ METHODS: tuple[MethodName, ...] = MethodName.__args__
 SCENARIOS: tuple[Scenario, ...] = Scenario.__args__
 PLAIN: tuple[Variant, ...] = ("linear", "features", "winners", "mlp", "moe", "peer")
 COMPARED: tuple[Variant, ...] = ("sparse", *PLAIN)
-BALANCED: Variant = "balanced"
-NEAR = tuple(v for v in VARIANTS if v not in (*COMPARED, BALANCED, "two-hidden"))  # `sparse` but for one thing
+BALANCED: tuple[Variant, ...] = ("balanced", "balanced-512")
+NEAR = tuple(v for v in VARIANTS if v not in (*COMPARED, *BALANCED, "two-hidden"))  # `sparse` but for one thing
 PENALISED: tuple[Variant, ...] = ("sparse", "mlp")
 LINES: dict[str, tuple[Variant, ...]] = {  # what changes by degrees
     "slots": ("slots-256", "slots-1024", "slots-4096", "sparse"),
     "heads": ("heads-32", "sparse", "heads-512"),
+    "heads, at a rate for both": BALANCED,
     "slots a head reads": ("sparse", "top-2", "top-4"),
     "sharpness": ("top-4", "soft-reads"),
-    "learning rate": ("sparse", BALANCED),
+    "learning rate": ("sparse", "balanced"),
 }
 # ladders: not all are tried
 RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)
@@ -105,7 +106,7 @@ def fill(config: LargeMemory) -> dict[str, Any]:
 
 def _rate(variant: Variant, scenario: Scenario, dataset: Dataset) -> float:
     """As chosen there; else in the domain scenario, which all are tuned in; else on digits."""
-    places = [{} if variant == BALANCED else {"scenario": where} for where in (scenario, "domain")]
+    places = [{} if variant in BALANCED else {"scenario": where} for where in (scenario, "domain")]
     for data_set, place in product(dict.fromkeys((dataset, DATASETS[0])), places):
         rate = best("large-memory", "rate", variant=variant, dataset=data_set, **place)
         if rate is not None:
@@ -300,7 +301,7 @@ EXPERIMENT = Experiment(
         )
     ]
     + [
-        Grid({"variant": (BALANCED,), "dataset": ("mnist",)}, _ladder, HELD_OUT, "accuracy", across=BOTH, ladder=True),
+        Grid({"variant": BALANCED, "dataset": ("mnist",)}, _ladder, HELD_OUT, "accuracy", across=BOTH, ladder=True),
         Grid(
             {"variant": PENALISED, "method": METHODS[1:], "scenario": ("task", "domain", "class")},
             lambda place: {"rate": _rates(place), "penalty": PENALTIES},

@@ -28,9 +28,9 @@ def rules() -> dict[str, Rule]:
         ),
         "ours-large-memory-paper": rule(Bound(mine, PAPER), beside=(*small, *large[:2])),
         "ours-large-memory-trade": rule(
-            Bound(group("balanced"), KEPT),
-            Bound(group("balanced", "joint"), LEARNED),
-            beside=(mine, group(scenario="joint")),
+            Bound(group("balanced-512"), KEPT),
+            Bound(group("balanced-512", "joint"), LEARNED),
+            beside=(group("balanced"), group("balanced", "joint"), mine, group(scenario="joint")),
         ),
         "ours-large-memory-methods": rule(*(Compare(group(method=name), mine) for name in ("oewc", "si"))),
     }
