@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import cycle
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -119,7 +120,7 @@ def trade(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 4.8))
         axes = figure.subplots()
-        for (title, names), colour, style in zip(lines.items(), COLOURS[1:], DASHES, strict=False):
+        for (title, names), colour, style in zip(lines.items(), COLOURS[1:], cycle(DASHES), strict=False):
             met = [named[name] for name in names if name in named]
             if len(met) > 1:
                 x, y = ([point[side][0] for point in met] for side in (0, 1))
