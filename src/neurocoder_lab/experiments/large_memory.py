@@ -60,7 +60,7 @@ LINES: dict[str, tuple[Variant, ...]] = {  # what changes by degrees
 }
 # ladders: not all are tried
 RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)
-PENALTIES = tuple(10.0**power for power in range(-3, 8))
+PENALTIES = tuple(10.0**power for power in range(-3, 11))
 UNTUNED = 1e-4
 LOOKED_AT = 1000  # images of each task, to see which slots they read
 BUSIEST = 100  # slots, those that are read most
@@ -267,7 +267,7 @@ def draw(runs: Runs) -> list[Picture]:
 def _rates(place: dict[str, Any]) -> tuple[float, ...]:
     """What is tried with a penalty: the rate of Adam alone, and larger ones, of which a penalty may keep more."""
     at = RATES.index(_rate(place["variant"], place["scenario"], DATASETS[0]))
-    return RATES[at : at + 4]
+    return RATES[at : at + 7]
 
 
 def _ladder(place: dict[str, Any]) -> dict[str, tuple[float, ...]]:
