@@ -15,7 +15,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 
 import neurocoder
-from neurocoder_lab import results, speed
+from neurocoder_lab import experiments, results, speed
 from neurocoder_lab.cli import main
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -105,7 +105,30 @@ class Speed(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
+@cache
+def drawn(name: str) -> list[tuple[str, str]]:
+    """The figures of an experiment at the desk's budget, as the report has them: titles, and what was drawn."""
+    with results.at(RESULTS):
+        return experiments.get(name).figures(results.load(RESULTS, name).where(budget="desk"))
+
+
+class Pictures(SphinxDirective):
+    """The figures of an experiment; of those whose titles match a pattern, if one is given."""
+
+    required_arguments, optional_arguments, final_argument_whitespace = 1, 1, True
+
+    def run(self) -> list[nodes.Node]:
+        name, pattern = [*self.arguments, "*"][:2]
+        shown = [(title, svg) for title, svg in drawn(name) if fnmatch(title, pattern)]
+        if not shown:
+            raise self.error(f"no figure of {name} has a title like {pattern}")
+        return [
+            nodes.figure("", nodes.raw("", svg, format="html"), nodes.caption(title, title)) for title, svg in shown
+        ]
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("claims", Claims)
+    app.add_directive("pictures", Pictures)
     app.add_directive("speed", Speed)
     app.add_post_transform(LinkNames)

@@ -9,7 +9,7 @@ from typing import Any
 
 from neurocoder_lab import experiments, results
 from neurocoder_lab.errors import LabError
-from neurocoder_lab.evidence import described, holm
+from neurocoder_lab.evidence import Group, described, holm
 from neurocoder_lab.papers import published
 from neurocoder_lab.provenance import dirty
 from neurocoder_lab.results import Runs, short, told
@@ -107,14 +107,13 @@ def _decidable(rule: Rule, runs: Runs) -> Verdict | None:
     if runs[0]["config"]["budget"] == "smoke" or not all(condition.holds(runs) for condition in rule.enough):
         return "budget-too-short"
     too_few = min(len(group.runs(runs)) for group in rule.groups()) < rule.fewest
-    mixed = len(_precisions(rule, runs)) > 1
+    mixed = any(len(_precisions(groups, runs)) > 1 for groups in rule.compared())
     supposed = all(condition.holds(runs) for condition in rule.given)
     return "inconclusive" if too_few or mixed or not supposed else None
 
 
-def _precisions(rule: Rule, runs: Runs) -> list[str]:
-    """Of the runs that decide it."""
-    return Runs(run for group in rule.groups() for run in group.runs(runs)).precisions()
+def _precisions(groups: list[Group], runs: Runs) -> list[str]:
+    return Runs(run for group in groups for run in group.runs(runs)).precisions()
 
 
 def _verdict(rule: Rule, runs: Runs, p: float | None, p_opposite: float | None) -> Verdict:
@@ -149,7 +148,7 @@ def _told(rule: Rule, runs: Runs) -> str:
     numbers = [group.numbers(runs) for group in (*rule.tested(), *beside)]
     parts = [_one(side, numbers) for side in numbers]
     parts += [part.tell(runs) for part in (*rule.tests, *rule.conditions, *rule.given, *rule.enough)]
-    precisions = _precisions(rule, runs)
+    precisions = _precisions(rule.groups(), runs)
     parts += [f"precision {' and '.join(precisions)}"] if precisions != ["full"] else []
     return "; ".join(part for part in parts if part)
 

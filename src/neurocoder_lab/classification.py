@@ -28,9 +28,9 @@ class ImageConfig(Config):
     epochs: int | None = None
     """Passes over the training images."""
     examples: int | None = None
-    """Training images: the first of those that are not held out."""
+    """Training images, at most: the first of those that are not held out."""
     rate: float | None = None
-    """Learning rate: by default as chosen on held-out data, a usual one until then; of DenseNet its paper's 0.1."""
+    """Learning rate: by default as chosen on held-out data, a usual one until then."""
     measure: Literal["test", "validation"] = "test"
     """validation: measure on every tenth training image, and do not train on those."""
 

@@ -30,6 +30,7 @@ def test_networks_have_as_many_parameters_as_the_sparse_one(scenario, width):
     alike = (
         "balanced",
         "balanced-512",
+        "balanced-winners",
         "top-2",
         "top-4",
         "ordinary",
@@ -147,6 +148,8 @@ def test_all_classes_at_once_are_one_task(tmp_path):
         LargeMemory(scenario="joint", method="si")
     with pytest.raises(LabError, match="moe learns by adam alone: penalties are chosen for memories and mlp"):
         LargeMemory(variant="moe", method="si")
+    with pytest.raises(LabError, match="balanced learns by adam alone"):
+        LargeMemory(variant="balanced", method="oewc")
     with pytest.raises(LabError, match="cifar10 is learned by adam alone: penalties are chosen on mnist"):
         LargeMemory(dataset="cifar10", method="si")
     with pytest.raises(LabError, match="adam has no penalty"):

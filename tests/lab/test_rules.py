@@ -371,3 +371,18 @@ def test_pictures_are_judged_where_the_original_is_as_good_as_published_and_all_
     rule = rules()["nc-cifar10-mlp"]
     assert "precision bf16 and full" in claims._told(rule, Runs(mlp(51, "bf16")))
     assert "precision" not in claims._told(rule, Runs(mlp(51)))
+
+
+def test_networks_of_different_precision_are_judged_side_by_side_where_no_test_mixes_them():
+    def network(name, rivals, precision):
+        runs = several({"network": name, "dataset": "cifar10", "model": "neurocoder"}, test=60.0, parameters=1)
+        for rival in rivals:
+            runs += several({"network": name, "dataset": "cifar10", "model": rival}, test=50.0, parameters=10)
+        for run in runs:
+            run["environment"] = {"precision": precision}
+        return runs
+
+    mlp, lenet = ("moe", "nsm"), ("moe-all-dense", "nsm-all-dense")
+    assert verdict("nc-cifar-size", *network("mlp", mlp, "no"), *network("lenet", lenet, "bf16")) == "holds"
+    mixed = [*network("lenet", lenet[:1], "bf16"), *network("lenet", lenet, "no")[3:]]
+    assert verdict("nc-cifar-size", *network("mlp", mlp, "no"), *mixed) == "inconclusive"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import neurocoder as nc
-from neurocoder_lab import cache, tuning
+from neurocoder_lab import cache
 from neurocoder_lab.continual.stream import MultiHead, Scenario
 from neurocoder_lab.networks import Peer, mlp
 
@@ -26,6 +26,7 @@ Variant = Literal[
     "sparse",
     "balanced",
     "balanced-512",
+    "balanced-winners",
     "slots-256",
     "slots-1024",
     "slots-4096",
@@ -73,6 +74,7 @@ NAMES: dict[Variant, str] = {
     "sparse": "65,536 slots, 128 heads, the best slot each, addresses fixed, only rows that were read move",
     "balanced": "as sparse, at a rate chosen for both, the domain scenario and all classes at once",
     "balanced-512": "the same with 512 heads",
+    "balanced-winners": "as winners, at a rate chosen for both",
     "slots-256": "256 slots, and so fewer parameters",
     "slots-1024": "1,024 slots, and so fewer parameters",
     "slots-4096": "4,096 slots, and so fewer parameters",
@@ -93,6 +95,7 @@ NAMES: dict[Variant, str] = {
     "moe": "mixture of 8 experts, 1 a row by gates that learn an even load, of as many parameters",
     "peer": "PEER: 4 heads, the best 2 each of 49 rank-one experts and more, of as many parameters; plain output layer",
 }
+CODES: tuple[Variant, ...] = ("winners", "balanced-winners")  # whose head is a `Table`
 HIDDEN = 256
 FEATURES, WINNERS = 4096, 128
 CLASSES = 10
@@ -115,7 +118,7 @@ def build(variant: Variant, scenario: Scenario | Literal["joint"], width: int) -
 
 
 def _head(variant: Variant, wide: int, outputs: int) -> nn.Module:
-    if variant == "winners":
+    if variant in CODES:
         return Table(outputs)
     if variant == "two-hidden" or variant not in CHANGES:
         return nn.Linear(wide, outputs)
@@ -243,7 +246,7 @@ def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int
     """What comes before the output layer, and how wide it is; `size` are the parameters of the memory of `sparse`."""
     if variant == "features":
         return [Features(width)], FEATURES
-    if variant == "winners":
+    if variant in CODES:
         return [Winners(width)], CENTRE["slots"]
     if variant == "peer":
         queries = 2 * PEER["heads"] * PEER["key_dim"] * width
@@ -263,9 +266,3 @@ def _body(variant: Variant, width: int, size: int) -> tuple[list[nn.Module], int
     if variant == "moe":
         nc.recode(body, ["0", "2"], nc.peers.MixtureOfExperts, experts=EXPERTS, top_k=1)
     return [*body], wide
-
-
-def tuned(dataset: str) -> list[tuning.Row]:
-    """What tuning found about the rate of each variant in the domain scenario."""
-    places = [{"variant": variant, "scenario": "domain", "dataset": dataset} for variant in VARIANTS]
-    return [row for row in tuning.known() if row["experiment"] == "large-memory" and row["place"] in places]

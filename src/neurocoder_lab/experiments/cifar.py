@@ -2,9 +2,10 @@
 
     neurocoder run cifar --network mlp --model neurocoder
     neurocoder tune cifar
-    neurocoder sweep cifar --seeds 3
-    neurocoder sweep cifar --seeds 1 --network densenet
-    neurocoder sweep cifar --seeds 1 --network densenet --depth 100
+    neurocoder sweep cifar --seeds 3 --network mlp
+    neurocoder sweep cifar --seeds 3 --network lenet --precision bf16
+    neurocoder sweep cifar --seeds 1 --network densenet --precision bf16
+    neurocoder sweep cifar --seeds 1 --network densenet --depth 100 --precision bf16
 
 All layers of the MLP are re-coded, and the output layer of LeNet and DenseNet, as in the paper. MLP and LeNet learn by
 Adam without augmentation, at a rate that is chosen on held-out data and falls linearly to zero; DenseNet as its own
@@ -122,8 +123,7 @@ class Cifar(ImageConfig):
                 else "--network densenet alone has one"
             )
             raise LabError(f"{self.network} has no depth {self.depth}: {what}")
-        if self.tested is not None and self.tested < 1:
-            raise LabError(f"tested must be at least 1, got {self.tested}")
+        self.check_counts("tested")
 
 
 def fill(config: Cifar) -> dict[str, Any]:

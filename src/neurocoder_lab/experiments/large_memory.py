@@ -10,8 +10,9 @@ not move. Variants change one thing; `joint` learns all ten classes at once, whi
 
 The learning rate decides how much is forgotten, of a plain network most of all: each that is compared gets its own for
 every scenario, but a memory has that of the domain scenario for all classes at once, as one setting that does both;
-`balanced` is that memory at the rate with the best mean of the two, and `balanced-512` has 512 heads as well. Variants
-have that of the domain scenario everywhere. Penalties are chosen together with a rate.
+`balanced` is that memory at the rate with the best mean of the two, `balanced-512` has 512 heads as well, and
+`balanced-winners` is `winners` at such a rate. Variants have that of the domain scenario everywhere. Penalties are
+chosen together with a rate.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import neurocoder as nc
 from neurocoder_lab import data, figures, tuning
 from neurocoder_lab.continual import make
 from neurocoder_lab.continual.digits import BATCH, EPOCHS, EXAMPLES, TASKS, prepare
-from neurocoder_lab.continual.large_memory import NAMES, VARIANTS, Variant, build, looker, tuned
+from neurocoder_lab.continual.large_memory import NAMES, VARIANTS, Variant, build, looker
 from neurocoder_lab.continual.methods import TITLES
 from neurocoder_lab.continual.optimisers import adam
 from neurocoder_lab.continual.stream import MultiHead
@@ -47,13 +48,13 @@ METHODS: tuple[MethodName, ...] = MethodName.__args__
 SCENARIOS: tuple[Scenario, ...] = Scenario.__args__
 PLAIN: tuple[Variant, ...] = ("linear", "features", "winners", "mlp", "moe", "peer")
 COMPARED: tuple[Variant, ...] = ("sparse", *PLAIN)
-BALANCED: tuple[Variant, ...] = ("balanced", "balanced-512")
+BALANCED: tuple[Variant, ...] = ("balanced", "balanced-512", "balanced-winners")
 NEAR = tuple(v for v in VARIANTS if v not in (*COMPARED, *BALANCED, "two-hidden"))  # `sparse` but for one thing
 PENALISED: tuple[Variant, ...] = ("sparse", "mlp")
 LINES: dict[str, tuple[Variant, ...]] = {  # what changes by degrees
     "slots": ("slots-256", "slots-1024", "slots-4096", "sparse"),
     "heads": ("heads-32", "sparse", "heads-512"),
-    "heads, at a rate for both": BALANCED,
+    "heads, at a rate for both": ("balanced", "balanced-512"),
     "slots a head reads": ("sparse", "top-2", "top-4"),
     "sharpness": ("top-4", "soft-reads"),
     "learning rate": ("sparse", "balanced"),
@@ -71,7 +72,7 @@ class LargeMemory(StreamConfig):
     """Split MNIST or Split CIFAR-10 with large memories, each head of which reads a few slots."""
 
     variant: Variant = "sparse"
-    """What is changed: see neurocoder report."""
+    """What is changed: the table of neurocoder report says it in words, and `NAMES` in continual/large_memory.py."""
     method: MethodName = "adam"
     """Plain training with Adam, or with online EWC or SI on top."""
     scenario: Scenario = "domain"
@@ -86,7 +87,7 @@ class LargeMemory(StreamConfig):
         self.check_positive("rate")
         if self.method == "adam" and self.penalty:
             raise LabError(f"adam has no penalty: --method {' '.join(METHODS[1:])} have")
-        if self.method != "adam" and self.variant in COMPARED and self.variant not in PENALISED:
+        if self.method != "adam" and self.variant in (*COMPARED, *BALANCED) and self.variant not in PENALISED:
             raise LabError(f"{self.variant} learns by adam alone: penalties are chosen for memories and mlp")
         if self.method != "adam" and self.dataset != DATASETS[0]:
             raise LabError(f"{self.dataset} is learned by adam alone: penalties are chosen on {DATASETS[0]}")
@@ -223,7 +224,7 @@ def tabulate(runs: Runs) -> list[Table]:
         if rows:
             tables.append((f"Large memories, {dataset}: accuracy after the last task, %", header, rows))
         rows = []
-        for row in tuned(dataset):
+        for row in _tuned(dataset):
             one, variant = tuning.chosen(row), row["place"]["variant"]
             cell = told(one["mean"], one["std"], one["n"])
             rows.append([variant, NAMES[variant], f"{one['values']['rate']:g}", cell])
@@ -231,6 +232,12 @@ def tabulate(runs: Runs) -> list[Table]:
             title = f"What of it matters, {dataset}: domain scenario, Adam alone, held-out data, after the last task, %"
             tables.append((title, ["variant", "what it is", "learning rate", "accuracy"], rows))
     return tables
+
+
+def _tuned(dataset: Dataset) -> list[tuning.Row]:
+    """What tuning found about the rate of each variant in the domain scenario."""
+    places = [{"variant": variant, "scenario": "domain", "dataset": dataset} for variant in VARIANTS]
+    return [row for row in tuning.known() if row["experiment"] == "large-memory" and row["place"] in places]
 
 
 def draw(runs: Runs) -> list[Picture]:
@@ -243,8 +250,8 @@ def draw(runs: Runs) -> list[Picture]:
         if all(both):
             points[variant] = tuple((mean(values), deviation(values)) for values in both)
     if points:
-        title = "Split MNIST, Adam alone: what is kept against what can be learned at all (memories at one rate for "
-        title += f"both; {', '.join(PLAIN)} at one of their own for each)"
+        title = "Split MNIST, Adam alone: what is kept against what can be learned at all"
+        title += f" ({', '.join(PLAIN)} at a rate of their own for each, the others at one for both)"
         words = "all ten digits at once: accuracy, %", "domain scenario, after the last task: accuracy, %"
         pictures.append((title, figures.trade(points, LINES, *words)))
     for variant in ("sparse", "learned", "ordinary"):
@@ -271,10 +278,15 @@ def _rates(place: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _ladder(place: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    """All rates; of a memory that differs from `sparse` in one thing those around that of `sparse`."""
-    if place["variant"] not in NEAR:
+    """All rates; of a memory that differs from `sparse` in one thing those around that of `sparse`, and of pictures
+    those around that of digits."""
+    if place["variant"] in NEAR:
+        known = _rate("sparse", place["scenario"], place["dataset"])
+    elif place["dataset"] != DATASETS[0]:
+        known = _rate(place["variant"], place["scenario"], DATASETS[0])
+    else:
         return {"rate": RATES}
-    at = RATES.index(_rate("sparse", place["scenario"], place["dataset"]))
+    at = RATES.index(known)
     return {"rate": RATES[max(at - 3, 0) : at + 4]}
 
 

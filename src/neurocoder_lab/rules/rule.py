@@ -49,10 +49,14 @@ class Rule:
     note: str = ""
     instead: Rule | None = None
 
+    def compared(self) -> list[list[Group]]:
+        """What each test and each condition sets side by side."""
+        conditions = (*self.conditions, *self.given, *self.enough)
+        return [test.groups() for test in self.tests] + [condition.needs for condition in conditions]
+
     def groups(self) -> list[Group]:
         """Those that decide it, each once."""
-        conditions = (*self.conditions, *self.given, *self.enough)
-        return distinct(self.tested() + [group for condition in conditions for group in condition.needs])
+        return distinct([group for groups in self.compared() for group in groups])
 
     def tested(self) -> list[Group]:
         return distinct([group for test in self.tests for group in test.groups()])
