@@ -287,7 +287,7 @@ def _ladder(place: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     else:
         return {"rate": RATES}
     at = RATES.index(known)
-    return {"rate": RATES[max(at - 3, 0) : at + 4]}
+    return {"rate": RATES[max(at - 5, 0) : at + 4]}  # what moves more than rows learns slower
 
 
 HELD_OUT = {"measure": "validation", "method": "adam"}
