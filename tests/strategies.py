@@ -53,6 +53,19 @@ def options(draw) -> dict[str, Any]:
     return chosen
 
 
+@st.composite
+def reading(draw, may_be_sparse: bool = True) -> dict[str, Any]:
+    """Options of a small layer that reads a few of its slots."""
+    chosen, products = draw(options()), draw(st.booleans())
+    chosen |= {"slots": draw(st.sampled_from([4, 9, 16]))} if products else {"slots": chosen["slots"] + 2}
+    chosen |= {"key_dim": draw(st.sampled_from([4, 6]))} if products else {"key_dim": chosen["key_dim"] + 1}
+    chosen |= {"least_used": 0, "product_keys": products, "one_choice": draw(st.booleans())}
+    chosen |= {"top_k": draw(st.integers(1, min(chosen["slots"], 4)))}
+    if may_be_sparse and chosen["controller_sees"] != "read":
+        chosen["sparse"] = draw(st.booleans())
+    return chosen | {"addresses": draw(st.sampled_from(["learned", "fixed"]))}
+
+
 def shake(layer: torch.nn.Module) -> Any:
     """Move every parameter off its initial value, so that no term of an equation is zero by construction."""
     with torch.no_grad():

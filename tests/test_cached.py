@@ -77,6 +77,21 @@ def test_a_changed_parameter_is_seen(kind, change, rows):
     assert change == "moved" or not torch.allclose(found, before, rtol=1e-4, atol=1e-4)
 
 
+def test_changed_rows_of_a_sparse_memory_are_seen():
+    torch.manual_seed(0)
+    layer = nc.Linear(6, 5, slots=40, heads=2, top_k=2, one_choice=True, sparse=True)
+    x, tables = torch.randn(8, 6), [*layer.memory.children()]
+    assert len(tables) == 4  # left, right, values, keys
+    for table in tables:
+        with torch.no_grad(), nc.cached(layer):
+            before = layer(x)
+            table.weight.copy_(torch.randn_like(table.weight))
+            found = layer(x)
+        with torch.no_grad():
+            torch.testing.assert_close(found, layer(x))
+        assert not torch.allclose(found, before, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_kept_is_used_and_gone_afterwards(monkeypatch):
     network, x = model(heads=3), torch.randn(4, 2, 4, 4)
     calls, honest = [], nc.ProgramMemory.keys

@@ -188,6 +188,8 @@ def test_sizes_that_cannot_be():
         nc.recode(model, "*", slots=3, parameters=700)
     with pytest.raises(TypeError, match="whole number"):
         nc.recode(model, "*", parameters=1e6)
+    with pytest.raises(ValueError, match=r"with slots=100 the network has .* parameters, not 700"):
+        nc.recode(model, "*", parameters=700, top_k=100)
     with pytest.warns(UserWarning, match=r"nearest to 1,000 parameters is experts=1 with 670, -33%"):
         nc.recode(model, "*", layer=nc.peers.MixtureOfExperts, parameters=1000)
 

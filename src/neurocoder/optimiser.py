@@ -23,8 +23,9 @@ class SparseAdam(torch.optim.SparseAdam):
         for p, _ in given:
             if not p.grad.is_sparse:
                 raise RuntimeError(
-                    f"SparseAdam takes sparse gradients, got a dense one for {tuple(p.shape)}: they are dense without "
-                    "sparse=True, under torch.compile or torch.func, and with create_graph=True; Adam takes those"
+                    f"SparseAdam takes sparse gradients, got a dense one for {tuple(p.shape)}: nc.split_parameters "
+                    "tells which have them. All are dense without sparse=True, under torch.compile or torch.func, and "
+                    "with create_graph=True; Adam takes those"
                 )
             if p.grad.sparse_dim() != 1:
                 raise RuntimeError(

@@ -54,11 +54,17 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     Where there is too little, that layer shrinks which frees most. Small layers are left out before large ones have
     fewer than `ENOUGH` slots, and what does not fit with two slots is left out, too.
     """
-    _check_said(given)
+    if given.get("product_keys"):
+        raise ValueError("product keys are for a large memory, of n * n slots: give slots=, e.g. slots=4096")
     if given.get("addresses") == "fixed" and not frozen:
         raise ValueError(
             "a layer starts as the old one by a controller that learns to tell inputs apart, and addresses='fixed' "
             "never do: give slots= to start afresh, or base='frozen'"
+        )
+    if given.get("top_k") == 1 and not frozen:
+        raise ValueError(
+            "a layer starts as the old one by a controller that learns to tell inputs apart, and where a component "
+            "reads one slot it has no gradient: give top_k=2 or more, slots= to start afresh, or base='frozen'"
         )
     room = ROOM * count(unwrap(model))
     least = max(given.get("least_used") or 0, given.get("top_k") or 0)
@@ -89,11 +95,6 @@ def choose(model: nn.Module, layers: Mapping[str, nn.Module], given: Options, fr
     return {name: defaults(places[0], given, frozen) for name, places in steps.items()}
 
 
-def _check_said(given: Options) -> None:
-    if given.get("product_keys"):
-        raise ValueError("product keys are for a large memory, of n * n slots: give slots=, e.g. slots=4096")
-
-
 def _candidates(old: nn.Module, least: int) -> list[tuple[int, int]]:
     """Slots and heads that make sense, largest first: no more slots than inputs. Every group of a convolution reads all
     of them at every position, so there a quarter of its outputs: that is the time it adds."""
@@ -115,7 +116,8 @@ def match(
         raise TypeError(f"{kind.__name__} has no option that decides its size: leave out parameters=")
     if given.get(kind.size) is not None:
         raise TypeError(f"parameters chooses {kind.size}: give one of them")
-    _check_said(given)
+    if given.get("product_keys"):
+        raise ValueError("parameters chooses any number of slots, product keys name n * n: leave out one of them")
     rest = count(unwrap(model)) - count(*layers.values())
     if kind.size == "hidden":
         given = {"layers": 2} | given  # a generator without a hidden layer has one size
@@ -123,7 +125,7 @@ def match(
     def total(size: int) -> int:
         return rest + sum(count(build(old, given | {kind.size: size})) for old in layers.values())
 
-    least = _smallest(total)
+    least = _smallest(total, max(given.get("top_k") or 1, given.get("least_used") or 1))
     if total(least) > wanted * (1 + MISSED):
         raise ValueError(
             f"no {kind.__name__} is so small: with {kind.size}={least} the network has {total(least):,} parameters, "
@@ -147,9 +149,10 @@ def match(
     return given | {kind.size: best}
 
 
-def _smallest(total: Callable[[int], int], most: int = 64) -> int:
+def _smallest(total: Callable[[int], int], least: int, more: int = 64) -> int:
     """The smallest size that the other options allow: no fewer experts than are chosen, for one."""
-    for size in range(1, most):
+    most = least + more
+    for size in range(least, most):
         try:
             total(size)
         except ValueError:

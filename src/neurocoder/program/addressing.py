@@ -79,8 +79,8 @@ def addressing(chosen: dict[str, Any]) -> Addressing:
             raise ValueError(f"top_k must be at most slots={slots}, got {top_k}")
     if chosen["product_keys"]:
         _check_products(slots, key_dim)
-    if chosen["sparse"] and chosen["steps"] > 1 and chosen["least_used"]:
-        raise ValueError("usage looks at every slot: sparse=True needs least_used=0, or one step")
+    if top_k is not None and chosen["steps"] > 1 and chosen["least_used"]:
+        raise ValueError("usage looks at every slot that nobody used: top_k needs least_used=0, or one step")
     if chosen["sparse"] and chosen["controller_sees"] == "read":
         raise ValueError("controller_sees='read' reads every slot: sparse=True needs controller_sees='input'")
     return Addressing(top_k=top_k, fixed=chosen["addresses"] == "fixed", **flags)

@@ -9,14 +9,16 @@ Shapes: see `neurocoder.functional`; k slots that a component reads, S = k * R o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from neurocoder.functional import add_up
+from neurocoder.precision import full_precision, in_memory
 from neurocoder.program.kept import plainly
 from neurocoder.program.kernel.equations import ladder
 
@@ -125,44 +127,66 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_outputs):
         d_y_NO, d_sigma_RN = d_outputs
-        saved, slots, setting, needed = ctx.saved_tensors, ctx.slots, ctx.setting, ctx.needs_input_grad
-        x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain = inputs = saved[:6]
-        held_kRN, attended_RN, sigma_RN, read_kRN, inner_RN, part_NS = saved[6:]
+        saved, slots, setting = ctx.saved_tensors, ctx.slots, ctx.setting
+        x_NI, _, _, right_PO, *_ = saved
         if d_y_NO is None:
             d_y_NO = x_NI.new_zeros(len(x_NI), right_PO.shape[1])
-        if torch.is_grad_enabled():  # somebody wants derivatives of it
+        if twice(d_y_NO):
+            d_sigma_RN = torch.zeros_like(saved[8]) if d_sigma_RN is None else d_sigma_RN
             dense = setting._replace(sparse=False)
-            outputs = plain(x_NI, weight_MkRN, (left_PI, right_PO, column_P1), gain, slots, dense)
-            d_sigma_RN = torch.zeros_like(sigma_RN) if d_sigma_RN is None else d_sigma_RN
-            return *differentiable(outputs, inputs, (d_y_NO, d_sigma_RN)), None, None
-        (left, right, value), (w, v, s) = _each(slots), _each([*weight_MkRN])
 
-        d_part_kRN = _products(d_y_NO, right_PO, right.slot_NS).t().reshape(v.shape).mul_(gain)
-        d_both_RN = (d_part_kRN * v).sum(0)
-        d_inner_RN, through = d_both_RN * sigma_RN, d_both_RN * inner_RN
-        d_read_NS = _rowwise(d_inner_RN * w)
-        for_left, for_right = _room(x_NI, left, d_y_NO, right)
-        d_left = _outer(d_read_NS, x_NI, left_PI, left, for_left, setting.sparse) if needed[2] else None
-        d_right = _outer(part_NS, d_y_NO, right_PO, right, for_right, setting.sparse) if needed[3] else None
-        d_x = _sums(left.slot_NS, left_PI, d_read_NS) if needed[0] else None
-        d_sigma_RN = through if d_sigma_RN is None else through.add_(d_sigma_RN)
-        d_attended_RN = (ladder(attended_RN, setting.order).t() @ d_sigma_RN).mul_(attended_RN.sigmoid())
-        d_column = _column(d_attended_RN * s, column_P1, value, setting.sparse) if needed[4] else None
-        d_weight = None
-        if needed[1]:
-            d_w, d_s = d_inner_RN * read_kRN, d_attended_RN * held_kRN
-            d_v = d_part_kRN.mul_(inner_RN * sigma_RN)
-            d_weight = d_w.add_(d_v).add_(d_s)[None] if len(weight_MkRN) == 1 else torch.stack((d_w, d_v, d_s))
-        return d_x, d_weight, d_left, d_right, d_column, None, None, None
+            def run(x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain):
+                return plain(x_NI, weight_MkRN, (left_PI, right_PO, column_P1), gain, slots, dense)
+
+            return *differentiable(run, saved[:6], (d_y_NO, d_sigma_RN)), None, None
+        with full_precision(d_y_NO):
+            return *_backward(d_y_NO, d_sigma_RN, saved, slots, setting, ctx.needs_input_grad), None, None, None
+
+
+def _backward(
+    d_y_NO: Tensor, d_sigma_RN: Tensor | None, saved: tuple[Tensor, ...], slots: list[Slots], setting: Gathering,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of `x_NI`, the weights and the three banks."""
+    x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain = saved[:6]
+    held_kRN, attended_RN, sigma_RN, read_kRN, inner_RN, part_NS = saved[6:]
+    (left, right, value), (w, v, s) = _each(slots), _each([*weight_MkRN])
+    d_part_kRN = _products(d_y_NO, right_PO, right.slot_NS).t().reshape(v.shape).mul_(gain)
+    d_both_RN = (d_part_kRN * v).sum(0)
+    d_inner_RN, through = d_both_RN * sigma_RN, d_both_RN * inner_RN
+    d_read_NS = _rowwise(d_inner_RN * w)
+    for_left, for_right = _room(x_NI, left, d_y_NO, right)
+    d_left = _outer(d_read_NS, x_NI, left_PI, left, for_left, setting.sparse) if needed[2] else None
+    d_right = _outer(part_NS, d_y_NO, right_PO, right, for_right, setting.sparse) if needed[3] else None
+    d_x = _sums(left.slot_NS, left_PI, d_read_NS) if needed[0] else None
+    d_all_RN = through if d_sigma_RN is None else through.add_(d_sigma_RN)
+    d_attended_RN = (ladder(attended_RN, setting.order).t() @ d_all_RN).mul_(attended_RN.sigmoid())
+    d_column = _column(d_attended_RN * s, column_P1, value, setting.sparse) if needed[4] else None
+    d_weight = None
+    if needed[1]:
+        d_w, d_s = d_inner_RN * read_kRN, d_attended_RN * held_kRN
+        d_v = d_part_kRN.mul_(inner_RN * sigma_RN)
+        d_weight = d_w.add_(d_v).add_(d_s)[None] if len(weight_MkRN) == 1 else torch.stack((d_w, d_v, d_s))
+    return d_x, d_weight, d_left, d_right, d_column
+
+
+def twice(d_output: Tensor) -> bool:
+    """Whether gradients are to be differentiated in turn, or stand for a batch of others: then they go plainly."""
+    return torch.is_grad_enabled() or not in_memory(d_output)
 
 
 def differentiable(
-    outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], d_outputs: tuple[Tensor, ...]
+    run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs that can be differentiated in turn."""
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, d_outputs, create_graph=True, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+    """Gradients of the inputs of `run` that can be differentiated in turn; by what it makes of them alone, though they
+    may have been made of each other."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [tensor.view_as(tensor) for tensor in inputs]
+        outputs = run(*own)
+    wanted = [tensor for tensor in own if tensor.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, d_outputs, create_graph=again, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in own]
 
 
 def _products(x_NI: Tensor, bank_PI: Tensor, slot_NS: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class Linear(ProgramLayer):
             has slots. It takes fewer parameters and less time where slots are fewer than in_features.
         control_features: width of `control`, where the controller looks at something other than x.
         top_k: slots that each component reads of each bank, those whose keys fit its query best: its attention is a
-            softmax over them alone. None: all. What it costs to read hardly depends on how many slots there are.
+            softmax over them alone. None: all. What it costs to read hardly depends on how many slots there are. Of
+            one slot the attention is 1 whatever the query: learned addresses stay as they are then.
         one_choice: with `top_k`, slots and weights are chosen once for the three banks instead of once for each.
         addresses: "learned", or "fixed": queries and keys stay as they are drawn. They are buffers, and no optimiser
             moves them, so that what a slot is read for does not change.
@@ -93,7 +94,7 @@ class Linear(ProgramLayer):
         self._lean = plain and linear  # whether `lean` knows how to do it
         self._masks = not every  # whether all slots are scored, and some left out
         few = not every and self.slots >= _GATHERED * some * self.heads * self.steps
-        self.gathers = ungated and (few or self.addressing.sparse)
+        self.gathers = few or self.addressing.sparse
         self._weighing = Weighing(self.sharpness, self.addressing, self.slots)
         self._gathering = gather.Gathering(self.rules.order, self.addressing.sparse)
 
@@ -278,7 +279,7 @@ class Linear(ProgramLayer):
             raise ValueError("a trace tells the attention to every slot: call the layer without reads=")
         self.check(x, -1, self.in_features)
         shape, lead = (3, self.heads * self.steps, 1), reads.shape[:-3]
-        if reads.dtype != torch.int64 or reads.shape[-3:] != shape or x.shape[: len(lead)] != lead:
+        if reads.dtype != torch.int64 or reads.shape[-3:] != shape or x.shape[:-1][: len(lead)] != lead:
             raise ValueError(
                 f"reads must be as layer.reads gives them for x, int64 of (..., {', '.join(map(str, shape))}); "
                 f"got {reads.dtype} of {tuple(reads.shape)} for x of {tuple(x.shape)}"

@@ -23,7 +23,8 @@ _ONE_BY_ONE = 4  # places that are found one after the other
 _EMPTY = 29  # bits of a number of double precision that one of single precision leaves empty
 _SCANNED = 1024  # slots that it scores at a time
 _HELD = 2**20  # scores of halves of keys that are held at once
-_SOUGHT = 4096  # queries for which it looks at once
+_SOUGHT = 4096  # queries for which it looks at once, at most,
+_LOOKED = 2**22  # and numbers of keys that it looks at for them
 
 
 class Chosen(NamedTuple):
@@ -67,14 +68,14 @@ def largest(score: Tensor, count: int, dim: int) -> tuple[Tensor, Tensor]:
     maxima = score.narrow(dim, 0, whole).unflatten(dim, (-1, side)).amax(dim + 1)
     if whole < width:
         maxima = torch.cat((maxima, score.narrow(dim, whole, width - whole).amax(dim, keepdim=True)), dim)
-    block = _packed(maxima, count, dim)[1]
+    peak, block = _packed(maxima, count, dim)
     inside = _count_along(dim, side, score)
     at = (block.unsqueeze(dim + 1) * side + inside).flatten(dim, dim + 1)
     held = score.gather(dim, at.clamp(max=width - 1))
     if whole < width:
         held.masked_fill_(at >= width, torch.finfo(score.dtype).min)
     held, place = _packed(held, count, dim)
-    return held, at.gather(dim, place)
+    return held.masked_fill_(peak.isnan(), torch.nan), at.gather(dim, place).clamp_(max=width - 1)
 
 
 def _packed(score: Tensor, count: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -82,15 +83,15 @@ def _packed(score: Tensor, count: int, dim: int) -> tuple[Tensor, Tensor]:
     There its place goes, and a maximum tells both; PyTorch looks for a place number by number, and takes longer."""
     packed, width = score.double(), score.shape[dim]
     packed.view(torch.int64).bitwise_or_(_count_along(dim, width, score))
-    places = []
+    tops, places = [], []
     for turn in range(count):
-        best = packed.amax(dim, keepdim=True)
-        place = best.view(torch.int64) & (2**_EMPTY - 1)
-        places.append(place.clamp_(max=width - 1))  # NaN has no place: its row stays NaN, others are not disturbed
+        tops.append(packed.amax(dim, keepdim=True))
+        place = tops[-1].view(torch.int64) & (2**_EMPTY - 1)
+        places.append(place.clamp_(max=width - 1))  # NaN has no place, and no number beside it shall hide it
         if turn + 1 < count:
             packed.scatter_(dim, places[-1], -torch.inf)
     found = torch.cat(places, dim)
-    return score.gather(dim, found), found
+    return score.gather(dim, found).masked_fill_(torch.cat(tops, dim).isnan(), torch.nan), found
 
 
 def _count_along(dim: int, count: int, like: Tensor) -> Tensor:
@@ -107,9 +108,10 @@ def _search_in_parts(query_KX: Tensor, sharp_PK: Tensor, count: int) -> tuple[Te
         sharp_PK = F.pad(F.pad(sharp_PK, (0, 1)), (0, 0, 0, rest))
         sharp_PK[slots:, size] = torch.finfo(sharp_PK.dtype).min / 2
         query_XK = F.pad(query_XK, (0, 1), value=1.0)
-    found = [_search(part_XK, sharp_PK, count) for part_XK in query_XK.split(_SOUGHT)]
+    some = min(_SOUGHT, max(1, _LOOKED // (count * _SIDE * size)))
+    found = [_search(part_XK, sharp_PK, count) for part_XK in query_XK.split(some)]
     scores, places = (torch.cat(part, 1) for part in zip(*found, strict=True))
-    return scores, places
+    return scores, places.clamp_(max=slots - 1)
 
 
 def _search(query_XK: Tensor, sharp_PK: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,9 @@ def _search(query_XK: Tensor, sharp_PK: Tensor, count: int) -> tuple[Tensor, Ten
     for at in range(0, len(sharp_PK), _SCANNED):
         score_PX = sharp_PK[at : at + _SCANNED] @ query_XK.t()
         torch.amax(score_PX.unflatten(0, (-1, _SIDE)), 1, out=best_BX[at // _SIDE : (at + _SCANNED) // _SIDE])
-    block_Xk = largest(best_BX, count, 0)[1].t()
+    peak_kX, block_kX = largest(best_BX, count, 0)
+    block_Xk = block_kX.t()
     keys_XCK = sharp_PK.view(-1, _SIDE, sharp_PK.shape[1])[block_Xk].flatten(1, 2)
     score_Xk, place_Xk = largest(torch.einsum("xck,xk->xc", keys_XCK, query_XK), count, 1)
-    return score_Xk.t(), (block_Xk.gather(1, place_Xk // _SIDE) * _SIDE + place_Xk % _SIDE).t()
+    score_kX = score_Xk.t().masked_fill(peak_kX.isnan(), torch.nan)
+    return score_kX, (block_Xk.gather(1, place_Xk // _SIDE) * _SIDE + place_Xk % _SIDE).t()

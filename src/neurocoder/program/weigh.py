@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from neurocoder.functional import EPSILON, sharpen
 from neurocoder.program.addressing import Addressing
-from neurocoder.program.gather import Slots, differentiable
+from neurocoder.program.gather import Slots, differentiable, twice
 from neurocoder.program.kept import plainly
 from neurocoder.program.kernel.equations import unit_queries, unit_queries_backward
 from neurocoder.program.search import Chosen
@@ -82,9 +82,12 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx, *d_outputs):
         query_MKRN, sharp, slot_MkRN, weight_MkRN, *keys = ctx.saved_tensors
         slots, setting, needed = ctx.slots, ctx.setting, ctx.needs_input_grad
-        if torch.is_grad_enabled():  # somebody wants derivatives of it
-            output = plain(query_MKRN, keys, slot_MkRN, setting, sparse=False)
-            d_query, *d_keys = differentiable((output,), (query_MKRN, *keys), d_outputs)
+        if twice(d_outputs[0]):
+
+            def run(query_MKRN, *keys):
+                return plain(query_MKRN, keys, slot_MkRN, setting, sparse=False)
+
+            d_query, *d_keys = differentiable(run, (query_MKRN, *keys), d_outputs)
             return d_query, None, None, None, None, *d_keys
         d_score = d_outputs[0] * weight_MkRN
         d_score.addcmul_(weight_MkRN, d_score.sum(1, keepdim=True), value=-1)
