@@ -17,7 +17,6 @@ INK = "#123457"  # replaced by the colour of the page's text
 COLOURS = ("#8a8f98", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")  # safe for colour-blind eyes
 DASHES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 7.2
-FEW = 3  # points of a line that are marked
 SIDES = COLOURS[1], COLOURS[3]  # of a choice between two
 LETTERS = str.maketrans("01", "AB")
 
@@ -72,9 +71,8 @@ def panels(parts: dict[str, dict[str, Curve]], log: bool = False, over: str = "t
 
 def _lines(axes: Axes, named: dict[str, Curve], log: bool, skip: int) -> None:
     for index, (name, (steps, means, stds)) in enumerate(named.items(), skip):
-        colour = COLOURS[index % len(COLOURS)]
-        marker, style = "o" if len(steps) <= FEW else None, DASHES[index % len(DASHES)]
-        axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=style, marker=marker, markersize=4)
+        colour, dash, few = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], len(steps) <= 3
+        axes.plot(steps, means, color=colour, label=name, linewidth=1.6, linestyle=dash, marker="o" if few else "")
         low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
         low = [max(value, 1e-9) for value in low] if log else low
         axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)

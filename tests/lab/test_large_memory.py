@@ -50,7 +50,7 @@ def test_networks_have_as_many_parameters_as_the_sparse_one(scenario, width):
     "variant", ["sparse", "learned", "ordinary", "residual", "two-hidden", "winners", "moe", "peer"]
 )
 def test_a_run_ends_with_what_it_measures(variant, tmp_path):
-    config = LargeMemory(variant=variant, budget="smoke", epochs=1)
+    config = LargeMemory(variant=variant, budget="smoke", epochs=1, rate=1e-3)
     final = execute(EXPERIMENT, config, tmp_path, quiet=True)["final"]
     assert {*EXPERIMENT.metrics} <= final.keys()
     if variant in ("winners", "moe", "peer"):
