@@ -128,11 +128,11 @@ class _Compose(torch.autograd.Function):
     def backward(ctx, *d_outputs):
         d_y_NO, d_sigma_RN = d_outputs
         saved, slots, setting = ctx.saved_tensors, ctx.slots, ctx.setting
-        x_NI, _, _, right_PO, *_ = saved
+        x_NI, _, _, right_PO, _, _, _, _, sigma_RN, *_ = saved
         if d_y_NO is None:
             d_y_NO = x_NI.new_zeros(len(x_NI), right_PO.shape[1])
         if twice(d_y_NO):
-            d_sigma_RN = torch.zeros_like(saved[8]) if d_sigma_RN is None else d_sigma_RN
+            d_sigma_RN = torch.zeros_like(sigma_RN) if d_sigma_RN is None else d_sigma_RN
             dense = setting._replace(sparse=False)
 
             def run(x_NI, weight_MkRN, left_PI, right_PO, column_P1, gain):
